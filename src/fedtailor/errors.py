@@ -1,0 +1,22 @@
+"""The one exception a user is meant to read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Bad input: the message says what is wrong, what is allowed and what to do. The CLI exits with code 2."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' Did you mean ...?' for the closest known name, or an empty string."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean '{match[0]}'?" if match else ""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
+    """The error for a name that is not among the known ones."""
+    names = sorted(known)
+    return UserError(f"unknown {kind} '{name}'.{nearest(name, names)} Known: {', '.join(names)}.")

@@ -1,0 +1,107 @@
+"""What a piece of network costs, counted once on the meta device and remembered.
+
+Counting runs the real module on tensors without storage, so the counts are exact by construction and no arithmetic is
+spent. A space is costed block by block: equal blocks are counted once per process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of a network, or of a piece of one, for one image."""
+
+    parameters: int = 0
+    buffers: int = 0  # normalisation statistics
+    flops: int = 0  # forward pass, two per multiply-add, as torch counts them
+    activations: int = 0  # bytes kept for the backward pass
+    peak: int = 0  # bytes of the largest tensors alive at once in inference, input and output of one layer
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.parameters + other.parameters,
+            self.buffers + other.buffers,
+            self.flops + other.flops,
+            self.activations + other.activations,
+            max(self.peak, other.peak),
+        )
+
+    @property
+    def train_flops(self) -> int:
+        """One training step for one image: the backward pass costs twice the forward pass."""
+        return 3 * self.flops
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to send the network once."""
+        return FLOAT_BYTES * (self.parameters + self.buffers)
+
+    def training_memory(self, batch: int) -> int:
+        """Bytes to train with SGD and momentum: weights, gradients, momenta, statistics and kept activations."""
+        return FLOAT_BYTES * (3 * self.parameters + self.buffers) + batch * self.activations
+
+    def inference_memory(self, batch: int = 1) -> int:
+        """Bytes to run the network."""
+        return self.bytes + batch * self.peak
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is known of one block without building it again: its cost, its tensors' shapes, its output shapes."""
+
+    cost: Cost
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    outputs: tuple[tuple[int, ...], ...]
+
+
+def count(build: Callable[[], nn.Module], inputs: Sequence[tuple[int, ...]]) -> Piece:
+    """Builds a module on the meta device and counts it on inputs of the given shapes (without the batch axis)."""
+    batch = 2  # batch normalisation wants more than one value per channel
+    with torch.device("meta"):
+        module = build().train()
+        tensors = [torch.empty((batch, *shape), requires_grad=True) for shape in inputs]
+        saved: dict[int, Tensor] = {}
+        sizes: list[int] = []
+        owned = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+
+        def keep(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()._cdata
+            if storage not in owned:
+                saved[storage] = t
+            return t
+
+        def watch(_: nn.Module, args: tuple[object, ...], out: object) -> None:
+            alive = [t for t in (*args, out) if isinstance(t, Tensor)]
+            sizes.append(sum(t.numel() for t in alive) * FLOAT_BYTES // batch)
+
+        hooks = [m.register_forward_hook(watch) for m in module.modules() if not list(m.children())]
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = module(*tensors)
+        for hook in hooks:
+            hook.remove()
+    outputs = [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
+    ends = {t.untyped_storage()._cdata for t in outputs}  # the next block counts it as its input
+    activations = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in ends) // batch
+    cost = Cost(
+        parameters=sum(p.numel() for p in module.parameters()),
+        buffers=sum(b.numel() for n, b in module.named_buffers() if not n.endswith("num_batches_tracked")),
+        flops=counter.get_total_flops() // batch,
+        activations=activations,
+        peak=max(sizes, default=0),
+    )
+    shapes = tuple((name, tuple(t.shape)) for name, t in tensors_of(module).items())
+    return Piece(cost, shapes, tuple(tuple(t.shape[1:]) for t in outputs))
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors that make a network's weights: parameters and statistics, by name, without step counters."""
+    return {n: t for n, t in module.state_dict(keep_vars=True).items() if not n.endswith("num_batches_tracked")}
