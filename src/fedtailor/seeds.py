@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -27,10 +28,16 @@ def rng_of(*key: Key) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(seed_of(*key)))
 
 
+_global_generator = threading.RLock()
+
+
 @contextlib.contextmanager
 def torch_seed(*key: Key) -> Iterator[None]:
-    """Runs the block with torch's global CPU generator seeded for the key, then puts the generator back."""
-    with torch.random.fork_rng(devices=[]):
+    """Runs the block with torch's global CPU generator seeded for the key, then puts the generator back.
+
+    The generator is one for all threads, so only one block at a time has it.
+    """
+    with _global_generator, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(*key))
         yield
 

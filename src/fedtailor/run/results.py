@@ -12,6 +12,7 @@ import json
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -319,6 +320,7 @@ class Results:
                 found.append(f"{missing} client(s) have no {kind} accuracy (nan, no {split} data) and are left out of it.")
         return found
 
+    @cached_property
     def spreads(self) -> dict[str, Spread | None]:
         """personal, global and new accuracy over the clients, at the reported split and round."""
         split, at = self.reported_at()
@@ -326,6 +328,10 @@ class Results:
 
     def summary(self) -> dict[str, Any]:
         """Every number worth quoting, as a plain dict; None where the run has no such number."""
+        return dict(self._summary)
+
+    @cached_property
+    def _summary(self) -> dict[str, Any]:
         split, at = self.reported_at()
         seconds, simulated = self.facts.get("seconds"), self.total("round_seconds")
         sizes = {
@@ -343,7 +349,7 @@ class Results:
             "rounds": self.rounds_done,
             "split": split,
             "round": at,
-            **{kind: s and s._asdict() for kind, s in self.spreads().items()},
+            **{kind: s and s._asdict() for kind, s in self.spreads.items()},
             **{metric: s and s.mean for metric, s in sizes.items()},
             "bytes_up": self.total("bytes_up"),
             "bytes_down": self.total("bytes_down"),
@@ -358,16 +364,29 @@ class Results:
 
     def table(self) -> Table:
         """The reported numbers for a terminal."""
-        split, at = self.reported_at()
-        table = Table(title=Text(f"{self.name}: {self.method}"), caption_justify="left", title_justify="left")
+        summary, loud = self.summary(), Text("" if self.finished else "UNFINISHED ", style="bold red")
+        table = Table(title=loud + Text(f"{self.name}: {self.method}"), title_justify="left", caption_justify="left")
         for head in ("accuracy", "mean", "std over clients", "worst decile", "clients", "split", "round"):
             table.add_column(head, justify="left" if head in ("accuracy", "split") else "right")
-        for kind, s in self.spreads().items():
+        for kind, s in self.spreads.items():
             if s:
                 cells = (f"{100 * v:.2f} %" for v in (s.mean, s.std, s.worst_decile))
-                table.add_row(kind, *cells, str(s.n), split, str(at), style="bold" if kind == "personal" else None)
-        caption = Text("\n").join(Text(warning, style="bold red") for warning in self.warnings())
-        table.caption = caption if caption.plain else None
+                at = (str(s.n), summary["split"], str(summary["round"]))
+                table.add_row(kind, *cells, *at, style="bold" if kind == "personal" else None)
+        costs = [
+            f"{summary[key] / scale:,.{digits}f} {unit}"
+            for key, scale, digits, unit in (
+                ("bytes_down", 1e6, 1, "MB down"),
+                ("bytes_up", 1e6, 1, "MB up"),
+                ("personal_parameters", 1e3, 1, "k parameters"),
+                ("personal_flops", 1e6, 2, "MFLOPs"),
+                ("simulated_hours", 1, 2, "simulated hours"),
+                ("measured_seconds", 1, 1, "measured seconds"),
+            )
+            if summary[key] is not None
+        ]
+        lines = [Text(", ".join(costs)), *(Text(warning, style="bold red") for warning in self.warnings())]
+        table.caption = Text("\n").join(line for line in lines if line.plain)
         return table
 
 

@@ -14,6 +14,7 @@ from ..seeds import hash_bits, uniform
 from .base import Block
 
 Norm = Literal["batch", "group"]
+Stem = Literal["auto", "small", "large"]  # strides for small images, for large ones, or by the size of the input
 ACTIVATIONS = {"relu": nn.ReLU, "relu6": nn.ReLU6, "hswish": nn.Hardswish, "swish": nn.SiLU, "gelu": nn.GELU}
 
 
@@ -21,6 +22,11 @@ def divisible(value: float, by: int = 8) -> int:
     """The nearest multiple of `by`, never more than 10 % below the value (the MobileNet family's rounding)."""
     rounded = max(by, int(value + by / 2) // by * by)
     return rounded + by if rounded < 0.9 * value else rounded
+
+
+def small_strides(stem: Stem, size: tuple[int, int]) -> bool:
+    """Whether the first strides are left out, as is the custom for CIFAR: "auto" does so up to 64 pixels a side."""
+    return stem == "small" or (stem == "auto" and min(size) <= 64)
 
 
 def norm_layer(kind: Norm, channels: int, affine: bool = True) -> nn.Module:
@@ -35,16 +41,25 @@ def activation(kind: str) -> nn.Module:
     return ACTIVATIONS[kind]() if kind == "gelu" else ACTIVATIONS[kind](inplace=True)
 
 
-class Dropout(nn.Module):
-    """Dropout whose mask is a function of a counter, so that it is the same on every engine and device.
+class Counted(nn.Module):
+    """A layer whose random numbers are a function of a counter, the same on every engine and device.
 
-    The engine writes a seed before a training job; each forward pass moves the counter on by one.
+    The engine writes a seed before a training job; each training pass moves the counter on by one.
     """
+
+    counter: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counter", torch.zeros((), dtype=torch.int64), persistent=False)
+
+
+class Dropout(Counted):
+    """Dropout whose mask is a function of a counter."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        self.register_buffer("counter", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -55,8 +70,8 @@ class Dropout(nn.Module):
 
 
 def seed_dropout(module: nn.Module, seed: int) -> None:
-    """Starts every dropout layer of the module at its own counter."""
-    for i, layer in enumerate(m for m in module.modules() if isinstance(m, Dropout)):
+    """Starts every random layer of the module (dropout, drop-path, noise) at its own counter."""
+    for i, layer in enumerate(m for m in module.modules() if isinstance(m, Counted)):
         layer.counter.fill_((seed + (i << 40)) & ((1 << 62) - 1))
 
 
@@ -118,3 +133,47 @@ class ConvBlock(Block):
 
     def build(self) -> nn.Module:
         return ConvNorm(self.cin, self.cout, self.kernel, self.stride, self.groups, self.act, self.norm)
+
+
+class SqueezeExcite(nn.Module):
+    """Channel gates from the mean over positions, with a hard sigmoid (Howard et al. 2019, MobileNetV3)."""
+
+    def __init__(self, channels: int, squeezed: int) -> None:
+        super().__init__()
+        self.reduce = nn.Linear(channels, squeezed)
+        self.expand = nn.Linear(squeezed, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = F.hardsigmoid(self.expand(F.relu(self.reduce(x.mean((2, 3))))))
+        return x * gates[:, :, None, None]
+
+
+class InvertedResidual(nn.Module):
+    """1x1 expansion, depthwise convolution, gates, 1x1 projection (Sandler et al. 2018; gates: Howard et al. 2019).
+
+    `hidden` equal to `cin` leaves the expansion out, as both papers do; `squeezed` = 0 leaves the gates out. The shortcut
+    is the caller's to ask for: a space must not let it depend on whether two elastic widths happen to be equal.
+    """
+
+    def __init__(
+        self,
+        cin: int,
+        hidden: int,
+        cout: int,
+        kernel: int,
+        stride: int = 1,
+        act: str = "relu6",
+        squeezed: int = 0,
+        norm: Norm = "batch",
+        shortcut: bool = False,
+    ) -> None:
+        super().__init__()
+        self.shortcut = shortcut
+        self.expand = ConvNorm(cin, hidden, 1, act=act, norm=norm) if hidden != cin else nn.Identity()
+        self.depthwise = ConvNorm(hidden, hidden, kernel, stride, groups=hidden, act=act, norm=norm)
+        self.gate = SqueezeExcite(hidden, squeezed) if squeezed else nn.Identity()
+        self.project = ConvNorm(hidden, cout, 1, act="", norm=norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.project(self.gate(self.depthwise(self.expand(x))))
+        return x + out if self.shortcut else out

@@ -1,0 +1,84 @@
+"""The same things as the command line, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .config import load as load_config
+from .run.compare import Comparison
+from .run.compare import compare as compare_folders
+from .run.execute import Watcher, start
+from .run.execute import resume as resume_folder
+from .run.results import Results
+
+
+class Run:
+    """A run's folder and what is in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.results = Results.read(folder)
+
+    def table(self) -> None:
+        """Prints the headline numbers."""
+        Console().print(self.results.table())
+
+    def report(self) -> Path:
+        """Writes the HTML report; returns its path."""
+        from .report.html import write_report
+
+        return write_report(self.folder)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+
+def run(
+    source: str | Path | dict[str, Any] = "demo",
+    *,
+    out: str | Path | None = None,
+    device: str = "auto",
+    workers: int = 0,
+    watch: Watcher | None = None,
+    **changes: Any,
+) -> Run:
+    """Runs a preset, a TOML file or a table, with changes on top.
+
+    `method`, `space`, `net`, `data`, `partition` and `fleet` may be given by name; other keys of tables are written with
+    two underscores, as in `run("demo", method="ditto", method__lamda=1.0, local__lr=0.1)`.
+    """
+    named = {"method", "space", "net", "data", "partition", "fleet"}
+    dotted = {f"{k}.name" if k in named and isinstance(v, str) else k.replace("__", "."): v for k, v in changes.items()}
+    dotted = dict(sorted(dotted.items(), key=lambda item: not item[0].endswith(".name")))  # names first: they reset options
+    config = load_config(source, dotted)
+    folder = Path(out) if out else free_folder(Path("runs"), f"{config.data.name}-{config.method['name']}")
+    words = [f"{k}={v!r}" for k, v in changes.items()]
+    command = f"fedtailor.run({', '.join([repr(str(source)) if not isinstance(source, dict) else '{...}', *words])})"
+    return Run(start(config, folder, device, workers, watch, command))
+
+
+def resume(folder: str | Path, *, device: str = "auto", workers: int = 0, watch: Watcher | None = None) -> Run:
+    """Continues a stopped run."""
+    return Run(resume_folder(Path(folder), device, workers, watch))
+
+
+def load(folder: str | Path) -> Run:
+    """Opens a run that exists."""
+    return Run(Path(folder))
+
+
+def compare(folders: Sequence[str | Path]) -> Comparison:
+    """Puts several runs side by side."""
+    return compare_folders([Path(f) for f in folders])
+
+
+def free_folder(parent: Path, stem: str) -> Path:
+    """The first folder `stem-N` that does not exist yet."""
+    number = 1
+    while (parent / f"{stem}-{number}").exists():
+        number += 1
+    return parent / f"{stem}-{number}"

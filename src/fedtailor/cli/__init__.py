@@ -1,0 +1,24 @@
+"""The command line. Commands import what they need when they run, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point: runs the command; a user's error is one clear message and exit code 2."""
+    from ..errors import UserError
+    from .main import app, console
+
+    try:
+        app()
+    except UserError as error:
+        console.stderr = True
+        console.print(f"[bold red]error:[/] {_escaped(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(2)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

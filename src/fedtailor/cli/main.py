@@ -1,0 +1,180 @@
+"""The commands of `fedtailor`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from . import fleet, partition, report, space
+
+console = Console()
+app = typer.Typer(
+    name="fedtailor",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="""Federated learning in which every client ends with its own network.
+
+Start here:
+
+- `fedtailor demo` compares four methods on handwritten digits in about a minute
+- `fedtailor run demo --set method.name=ditto` runs one method
+- `fedtailor list methods` shows what there is
+""",
+)
+app.add_typer(partition.app, name="partition", help="Make, show and picture a partition of a data set.")
+app.add_typer(fleet.app, name="fleet", help="Show the clients' devices, budgets and round times.")
+app.add_typer(space.app, name="space", help="Show a search space or one of its architectures.")
+app.command("report")(report.report_command)
+app.command("compare")(report.compare_command)
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the config, for example `local.lr=0.1`. Repeatable."),
+]
+Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")]
+Workers = Annotated[int, typer.Option(help="Clients trained at once on a CPU; 0 = one per core. Changes no number.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder with the data; else `data.dir` or $FEDTAILOR_DATA.")]
+
+
+@app.command()
+def run(
+    config: Annotated[str, typer.Argument(help="A preset (`fedtailor list presets`) or a TOML file.")],
+    changes: Set = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the run; default: a new one under runs/.")] = None,
+    device: Device = "auto",
+    workers: Workers = 0,
+    data_dir: DataDir = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run one method on one federation.
+
+    Examples:
+
+    - `fedtailor run demo`
+    - `fedtailor run demo --set method.name=perfedrlnas --set rounds=60 --out runs/search`
+    - `fedtailor run my.toml --set local.lr=0.02 --set seed=1 --device cuda`
+
+    Ctrl-C stops at the last finished round; `fedtailor resume` goes on from there.
+    """
+    from ..api import free_folder
+    from ..config import load
+
+    pairs = list(changes or []) + ([f"data.dir={json.dumps(str(data_dir))}"] if data_dir else [])
+    loaded = load(config, pairs)
+    folder = out or free_folder(Path("runs"), f"{loaded.data.name.replace(':', '-').replace('/', '-')}-{loaded.method['name']}")
+    _run(folder, device, workers, quiet, config=loaded)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    device: Device = "auto",
+    workers: Workers = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Continue a run that was stopped or killed.
+
+    On a CPU the numbers are the same, bit for bit, as if it had never stopped.
+    """
+    _run(folder, device, workers, quiet)
+
+
+def _run(folder: Path, device: str, workers: int, quiet: bool, config=None) -> None:  # noqa: ANN001
+    from ..run.execute import resume as resume_run
+    from ..run.execute import start
+    from ..run.results import Results
+    from .progress import watcher
+
+    watch = watcher(console, quiet)
+    try:
+        if config is None:
+            resume_run(folder, device, workers, watch)
+        else:
+            start(config, folder, device, workers, watch)
+    except KeyboardInterrupt:
+        console.print(f"\nStopped. Continue with: fedtailor resume {folder}", soft_wrap=True)
+        raise typer.Exit(130) from None
+    if not quiet:
+        console.print(Results.read(folder).table())
+    page = _write_report(folder)
+    if not quiet:
+        console.print(f"run folder: {folder}\nreport: {page}" if page else f"run folder: {folder}", soft_wrap=True)
+
+
+def _write_report(folder: Path) -> Path | None:
+    """The report, where its extra is installed."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        console.print("no report: install it with  pip install 'fedtailor[report]'", markup=False)
+        return None
+    from ..report.html import write_report
+
+    return write_report(folder)
+
+
+@app.command()
+def demo(
+    methods: Annotated[
+        list[str] | None, typer.Option("--method", help="Methods to compare. Repeatable; default: four.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs; default: a new one under runs/.")] = None,
+    workers: Workers = 0,
+) -> None:
+    """Compare methods on handwritten digits, ten clients that each know three digits.
+
+    Example: `fedtailor demo --method local --method ditto`
+    """
+    from ..api import free_folder
+    from ..config import load
+    from ..errors import UserError
+    from ..run.compare import compare
+    from ..run.execute import start
+    from .progress import watcher
+
+    parent = out or free_folder(Path("runs"), "demo")
+    if parent.exists() and any(parent.iterdir()):
+        raise UserError(f"{parent} is not empty. Choose another --out.")
+    chosen = methods or ["local", "fedavg", "fedavg-ft", "perfedrlnas"]
+    configs = [load("demo", {"method.name": name}) for name in chosen]
+    folders = [parent / name for name in chosen]
+    try:
+        for config, folder in zip(configs, folders, strict=True):
+            start(config, folder, "cpu", workers, watcher(console, False), "fedtailor demo")
+            _write_report(folder)
+    except KeyboardInterrupt:
+        console.print(f"\nStopped. What is finished lies in {parent}.", soft_wrap=True)
+        raise typer.Exit(130) from None
+    table = compare(folders)
+    console.print(table.table())
+    page = parent / "report.html"
+    table.to_html(page)
+    console.print(f"report: {page.resolve()}", soft_wrap=True)
+
+
+@app.command("list")
+def list_names(
+    what: Annotated[str, typer.Argument(help="methods, spaces, nets, data, partitions, fleets or presets")],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """List what can be named in a config.
+
+    Example: `fedtailor list methods`
+    """
+    from .listing import print_names
+
+    print_names(what, as_json, console)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, which devices are found and what would run."""
+    from .listing import print_diagnosis
+
+    print_diagnosis(console)

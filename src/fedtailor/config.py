@@ -1,0 +1,249 @@
+"""The configuration of a run: typed, strict, from a preset or a TOML file with dotted changes on top."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tomli_w
+
+from .errors import UserError, nearest, unknown
+from .options import AtLeastOne, Count, Fraction, NonNegative, Positive, read, table_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from .fleet.fleet import FleetConfig
+    from .data.partition import PartitionConfig
+    from .method import Method
+    from .spaces.base import Space
+
+FORMAT = 1  # of the configuration and the run folder
+PRESETS = Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True)
+class Local:
+    """[local]: what a client does with a training job. Every method uses the same."""
+
+    epochs: Positive = 1.0
+    batch: AtLeastOne = 32
+    lr: Positive = 0.05
+    schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate over the rounds; cosine ends near 0
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    momentum: Fraction = 0.9
+    weight_decay: NonNegative = 5e-4
+    clip: NonNegative = 0.0  # largest gradient norm; 0 = no limit
+    label_smoothing: Fraction = 0.0
+    augment: Literal["none", "crop", "crop-flip", "crop-flip-cutout"] = "none"
+    bn: Literal["average", "local", "recalibrate"] = "average"  # what happens to batch-norm statistics
+    bn_batches: AtLeastOne = 10  # batches for re-estimating them
+    prior: bool = False  # add the log of the client's label frequencies to the logits inside its loss
+    prior_tau: NonNegative = 1.0  # share of it that is folded into the personal network
+    prior_smoothing: Positive = 1.0  # pseudo-count per class
+
+    def lr_at(self, round: int, rounds: int) -> float:
+        """The learning rate of a round, counted from 1."""
+        if self.schedule == "constant":
+            return self.lr
+        return self.lr * 0.5 * (1 + math.cos(math.pi * min(round - 1, rounds) / rounds))
+
+    def optimiser(self, parameters: Sequence[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        """A fresh optimiser: its state does not outlive the job."""
+        import torch
+
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(parameters, lr=lr, weight_decay=self.weight_decay)
+        return torch.optim.SGD(parameters, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True)
+class Data:
+    """[data]: which images."""
+
+    name: str = "digits"
+    dir: str = ""  # folder that holds them; default: the environment variable FEDTAILOR_DATA
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run's numbers."""
+
+    format: int = FORMAT
+    seed: Count = 0
+    clients: AtLeastOne = 10
+    participants: AtLeastOne = 5
+    rounds: AtLeastOne = 10
+    evaluate_every: Count = 0  # rounds between evaluations on val; 0 = about ten times in the run
+    checkpoint_every: Count = 0  # rounds between checkpoints; 0 = about ten times in the run
+    method: dict[str, Any] = field(default_factory=lambda: {"name": "fedavg"})
+    space: dict[str, Any] = field(default_factory=dict)
+    net: dict[str, Any] = field(default_factory=dict)
+    data: Data = field(default_factory=Data)
+    partition: dict[str, Any] = field(default_factory=dict)
+    local: Local = field(default_factory=Local)
+    fleet: dict[str, Any] = field(default_factory=dict)
+
+    # parts ------------------------------------------------------------------------------------------------------
+
+    def make_method(self) -> Method:
+        from .registry import lookup
+
+        return read(lookup("method", _name(self.method, "method")), _rest(self.method), "method")
+
+    def make_space(self, shape: tuple[int, int, int], classes: int) -> Space:
+        """The search space, or the fixed network as the space with one point."""
+        from .nets.base import OwnNet
+        from .registry import lookup
+        from .spaces.base import Space
+
+        kind, table = ("space", self.space) if self.space else ("net", self.net)
+        found = lookup(kind, _name(table, kind))
+        given = {"input": shape, "classes": classes}
+        if isinstance(found, type) and issubclass(found, Space):
+            return read(found, _rest(table), kind, given)
+        if _rest(table):
+            raise UserError(f"[{kind}] '{table['name']}' is your own callable and takes no options from the config.")
+        own = dataclasses.make_dataclass("Own", [], bases=(OwnNet,), frozen=True)
+        own.name = str(table["name"])  # type: ignore[attr-defined]
+        return own(**given, make=found)
+
+    def make_partition(self) -> PartitionConfig:
+        from .data.partition import PartitionConfig
+
+        return read(PartitionConfig, self.partition, "partition")
+
+    def make_fleet(self) -> FleetConfig:
+        from .fleet.fleet import FleetConfig
+
+        return read(FleetConfig, self.fleet, "fleet")
+
+    # text -------------------------------------------------------------------------------------------------------
+
+    def to_toml(self) -> str:
+        """The resolved configuration: every option with its value."""
+        top = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        tables = {
+            "method": {"name": self.method["name"], **table_of(self.make_method())},
+            "data": table_of(self.data),
+            "partition": table_of(self.make_partition()),
+            "local": table_of(self.local),
+            "fleet": table_of(self.make_fleet()),
+        }
+        top = {k: v for k, v in {**top, **tables}.items() if v != {}}
+        return tomli_w.dumps(top)
+
+
+def load(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | Sequence[str] = ()) -> Config:
+    """A config from a preset's name, a TOML file or a table, with dotted changes such as `local.lr=0.1`."""
+    table = dict(source) if isinstance(source, Mapping) else _read_toml(source)
+    pairs = changes.items() if isinstance(changes, Mapping) else [_pair(text) for text in changes]
+    for key, value in pairs:
+        table = _changed(table, key.split("."), value, key)
+    config = from_table(table)
+    return resolve(config)
+
+
+def from_table(table: Mapping[str, Any]) -> Config:
+    version = table.get("format", FORMAT)
+    if version != FORMAT:
+        raise UserError(
+            f"format = {version!r}: this configuration was written by another version of fedtailor; this one reads "
+            f"format {FORMAT}. Install the version named in the run's run.json, or start from a preset again."
+        )
+    return read(Config, table, "")
+
+
+def resolve(config: Config) -> Config:
+    """Checks what no single key can tell, and keeps of [space] and [net] the one the method uses."""
+    if config.participants > config.clients:
+        raise UserError(
+            f"participants = {config.participants}: there are only {config.clients} clients. "
+            f"Give at most {config.clients}, or raise 'clients'."
+        )
+    method = config.make_method()
+    if not config.net and not config.space:
+        config = dataclasses.replace(config, net={"name": "cnn"})
+    if method.needs == "space" and not config.space:
+        raise UserError(
+            f"method.name = '{config.method['name']}' searches among architectures, but the config has only the fixed "
+            f"net '{config.net['name']}'. Give a search space, for example --set space.name=tiny."
+        )
+    if method.needs == "net" and not config.net:
+        raise UserError(
+            f"method.name = '{config.method['name']}' trains one fixed network, but the config has only the search space "
+            f"'{config.space['name']}'. Give a network, for example --set net.name=cnn."
+        )
+    unused = "net" if method.needs == "space" else "space"
+    config = dataclasses.replace(config, **{unused: {}})
+    config.make_partition()
+    config.make_fleet()
+    return config
+
+
+def preset_names() -> list[str]:
+    return sorted(p.stem for p in PRESETS.glob("*.toml"))
+
+
+def describe_preset(name: str) -> str:
+    """The comment on a preset's first line."""
+    first = (PRESETS / f"{name}.toml").read_text(encoding="utf-8").splitlines()[0]
+    return first.lstrip("# ").strip()
+
+
+def _read_toml(source: str | Path) -> dict[str, Any]:
+    path = Path(source)
+    if path.suffix != ".toml":
+        preset = PRESETS / f"{source}.toml"
+        if not preset.is_file():
+            raise unknown("preset", str(source), preset_names())
+        path = preset
+    if not path.is_file():
+        raise UserError(f"there is no configuration file {path}. 'fedtailor list presets' shows the ones that ship.")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from error
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"--set {text}: write it as key=value, for example --set local.lr=0.1.")
+    try:
+        return key.strip(), tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _changed(table: Mapping[str, Any], path: Sequence[str], value: Any, key: str) -> dict[str, Any]:
+    head, rest = path[0], path[1:]
+    if not rest:
+        old = table.get(head)
+        if isinstance(old, dict) and not isinstance(value, dict):
+            raise UserError(f"'{key}' is a table; set one of its keys, for example {key}.name={value}.")
+        return {**table, head: value}
+    if head == "name" or not isinstance(table.get(head, {}), Mapping):
+        raise UserError(f"'{key}': '{head}' is a value, not a table.")
+    inner = dict(table.get(head, {}))
+    if rest == ["name"] and inner.get("name") != value and head in ("method", "space", "net", "partition", "fleet"):
+        inner = {}  # another method's options mean nothing to this one
+    return {**table, head: _changed(inner, rest, value, key)}
+
+
+def _name(table: Mapping[str, Any], kind: str) -> str:
+    name = table.get("name")
+    if not isinstance(name, str):
+        key = next(iter(table), "")
+        hint = nearest(key, ["name"]) if key else ""
+        raise UserError(f"[{kind}] needs a name, for example {kind}.name = ...{hint} 'fedtailor list {kind}s' shows them.")
+    return name
+
+
+def _rest(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in table.items() if k != "name"}

@@ -1,0 +1,92 @@
+"""Batches on the compute device: uint8 images stay put, a batch is drawn by index, normalised and augmented there.
+
+Every batch is full: batches are cut one after another from shuffles of the client's images joined end to end, so no client
+has a ragged last batch and a step always has the same shape. A client with fewer images than a batch uses them all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..seeds import hash_bits, rng_of, uniform
+
+NORMALISATION = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """A client's images of one split: a range of a store."""
+
+    images: Tensor  # uint8 [N, C, H, W], the whole store
+    labels: Tensor  # int64 [N]
+    start: int
+    size: int
+    mean: Tensor
+    std: Tensor
+
+    def normal(self, images: Tensor) -> Tensor:
+        return (images.to(torch.float32) / 255 - self.mean) / self.std
+
+    def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised images and labels at positions of the store."""
+        return self.normal(self.images[index]), self.labels[index]
+
+    def chunks(self, size: int) -> list[Tensor]:
+        """Positions of all images in order, in pieces."""
+        everything = torch.arange(self.start, self.start + self.size, device=self.labels.device)
+        return list(everything.split(size))
+
+    def label_counts(self, classes: int) -> np.ndarray:
+        labels = self.labels[self.start : self.start + self.size].cpu().numpy()
+        return np.bincount(labels, minlength=classes)
+
+
+def steps_for(size: int, batch: int, epochs: float) -> int:
+    """How many full batches make this many epochs."""
+    return max(1, math.ceil(epochs * size / min(batch, size))) if epochs > 0 else 0
+
+
+def shuffled(split: Split, batch: int, steps: int, seed: int) -> Tensor:
+    """Positions for `steps` full batches, [steps, batch], from shuffles joined end to end."""
+    width = min(batch, split.size)
+    rng = rng_of(seed, "shuffle")
+    rounds = -(-steps * width // split.size)
+    order = np.concatenate([rng.permutation(split.size) for _ in range(rounds)])[: steps * width]
+    return torch.from_numpy(order.reshape(steps, width) + split.start).to(split.labels.device)
+
+
+def augment(x: Tensor, how: str, seed: Tensor) -> Tensor:
+    """Random crop, flip and cutout of normalised images; the seed tensor decides, so a captured step can repeat it."""
+    if how == "none":
+        return x
+    count, _, height, width = x.shape
+    seed = hash_bits(seed)
+    pad = max(1, height // 8)
+    draws = uniform(seed, 5, count)
+    top, left = (draws[0] * (2 * pad + 1)).long(), (draws[1] * (2 * pad + 1)).long()
+    rows = top[:, None] + torch.arange(height, device=x.device)
+    columns = left[:, None] + torch.arange(width, device=x.device)
+    if "flip" in how:
+        columns = torch.where((draws[2] < 0.5)[:, None], columns.flip(1), columns)
+    padded = F.pad(x, (pad, pad, pad, pad)).permute(0, 2, 3, 1)
+    who = torch.arange(count, device=x.device)[:, None, None]
+    x = padded[who, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    if "cutout" in how:
+        half = height // 4
+        middle_row, middle_column = (draws[3] * height).long(), (draws[4] * width).long()
+        near_row = (torch.arange(height, device=x.device) - middle_row[:, None]).abs() < half
+        near_column = (torch.arange(width, device=x.device) - middle_column[:, None]).abs() < half
+        x = x * ~(near_row[:, None, :, None] & near_column[:, None, None, :])
+    return x
+
+
+AUGMENTATIONS = ("none", "crop", "crop-flip", "crop-flip-cutout")

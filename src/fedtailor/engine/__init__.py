@@ -1,0 +1,1 @@
+"""Engines run a round's client work. They know nothing of papers."""

@@ -1,0 +1,214 @@
+"""What a method sees of a client: its data's splits for learning, its memory, and the jobs it can ask for.
+
+The object holds train and val images only; test images are in a store it has no reference to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data.batches import Split, steps_for
+from ..errors import UserError
+from ..method import Job as RunJob
+from ..method import Seat, Task
+from ..seeds import rng_of, seed_of
+from ..spaces.base import Weights
+from ..spaces.measure import Cost, tensors_of
+from .jobs import Loop, Recalibrate, Score, Stream
+
+if TYPE_CHECKING:
+    from .local import LocalEngine
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+STATISTICS = ("running_mean", "running_var")
+SCORE_BATCH = 1000
+
+
+class Client:
+    """One client during one round (or one evaluation)."""
+
+    def __init__(
+        self, job: RunJob, seat: Seat, train: Split, val: Split, memory: dict[str, Any], round: int, engine: LocalEngine
+    ) -> None:
+        self.id, self.name, self.samples = seat.id, seat.name, seat.samples
+        self.seat, self.space, self.local = seat, job.space, job.local
+        self.round, self.rounds, self.seed = round, job.rounds, job.seed
+        self.memory = dict(memory)  # changes count only when the round is finished
+        self.flops = 0  # spent so far
+        self._splits = {"train": train, "val": val}
+        self._engine = engine
+        self._jobs = 0  # numbers this client's jobs, so that each draws its own batches
+        self.log_prior = self._log_prior(train) if job.local.prior else None
+
+    # networks ---------------------------------------------------------------------------------------------------
+
+    def build(self, task: Task) -> nn.Module:
+        """The network of a task, holding its weights."""
+        net = self._engine.network(self.space, task.arch)
+        self.load(net, task.weights)
+        return net
+
+    def load(self, net: nn.Module, weights: Weights) -> None:
+        """Copies weights into a network; statistics that did not travel come from the client's memory."""
+        kept = self.memory.get("statistics", {}) if self.local.bn == "local" else {}
+        stale = False
+        with torch.no_grad():
+            for name, tensor in tensors_of(net).items():
+                source = weights.get(name)
+                if source is None and name.endswith(STATISTICS):
+                    source = kept.get(name)
+                    if source is None or source.shape != tensor.shape:
+                        source, stale = None, True
+                        tensor.fill_(0.0 if name.endswith("running_mean") else 1.0)
+                elif source is None or source.shape != tensor.shape:
+                    shape = None if source is None else tuple(source.shape)
+                    raise UserError(f"'{name}' should have shape {tuple(tensor.shape)}, the weights have {shape}.")
+                if source is not None:
+                    tensor.copy_(source)
+        net.stale = stale or self.local.bn == "recalibrate"  # type: ignore[assignment]
+
+    def take(self, net: nn.Module, only: Callable[[str], bool] | None = None) -> Weights:
+        """A copy of the network's tensors, to send or to keep. Statistics leave only under the `average` policy."""
+        found = {n: t.detach().clone() for n, t in tensors_of(net).items() if only is None or only(n)}
+        statistics = {n: t for n, t in found.items() if n.endswith(STATISTICS)}
+        if self.local.bn == "average" or not statistics:
+            return found
+        if self.local.bn == "local":
+            self.memory["statistics"] = self.memory.get("statistics", {}) | statistics
+        return {n: t for n, t in found.items() if n not in statistics}
+
+    @property
+    def initial(self) -> Weights:
+        """The weights that the server's network started from, which every client can make for itself."""
+        return self._engine.initial(self.space, self.seed)
+
+    # jobs -------------------------------------------------------------------------------------------------------
+
+    async def fit(
+        self,
+        net: nn.Module,
+        *,
+        epochs: float | None = None,
+        lr: float | None = None,
+        only: Callable[[str], bool] | None = None,
+        loss: Loss | None = None,
+        pull: tuple[Weights, float] | None = None,
+        on: str = "train",
+    ) -> float:
+        """Trains the network with the run's local optimiser; returns the mean loss.
+
+        `only` limits training to parameters by name; `pull` = (anchor, strength) adds strength * (w - anchor) to the
+        gradient, the gradient of strength/2 * |w - anchor|^2.
+        """
+        named = {n: p for n, p in net.named_parameters() if only is None or only(n)}
+        if not named:
+            raise UserError("there is nothing to train: no parameter of this network is selected.")
+        for n, p in net.named_parameters():
+            p.requires_grad_(n in named)
+        parameters = list(named.values())
+        optimiser = self.local.optimiser(parameters, self.lr if lr is None else lr)
+        criterion = loss or self.loss
+        anchors = [pull[0][n].to(p.device) for n, p in named.items()] if pull and pull[1] else []
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimiser.zero_grad()
+            value = criterion(net, x, y)
+            value.backward()
+            if anchors:
+                with torch.no_grad():
+                    gradients = [p.grad for p in parameters if p.grad is not None]
+                    torch._foreach_add_(gradients, torch._foreach_sub(parameters, anchors), alpha=pull[1])  # type: ignore
+            if self.local.clip:
+                nn.utils.clip_grad_norm_(parameters, self.local.clip)
+            optimiser.step()
+            return value.detach()
+
+        try:
+            return await self.loop(step, (net,), epochs=epochs, over=(on,))
+        finally:
+            for p in net.parameters():
+                p.requires_grad_(True)
+
+    async def loop(
+        self,
+        step: Callable[..., Tensor],
+        nets: Sequence[nn.Module],
+        *,
+        epochs: float | None = None,
+        over: Sequence[str] = ("train",),
+        augment: bool = True,
+    ) -> float:
+        """Runs a step of the method's own over batches; with several splits, each call gets one batch of each."""
+        first = self._splits[over[0]]
+        steps = steps_for(first.size, self.local.batch, self.local.epochs if epochs is None else epochs)
+        how = self.local.augment if augment else "none"
+        streams = tuple(Stream(self._splits[s], self.local.batch, how, self._next_seed(s)) for s in over)
+        for net in nets:
+            net.stale = self.local.bn == "recalibrate"  # type: ignore[assignment]
+            self.flops += steps * min(first.size, self.local.batch) * self.cost(net).train_flops
+        return await Loop(step, streams, steps, tuple(nets), self._next_seed("loop"))
+
+    async def score(self, net: nn.Module, on: str = "val") -> float:
+        """Accuracy of the network as this client would use it."""
+        await self.refresh(net)
+        split = self._splits[on]
+        self.flops += split.size * self.cost(net).flops
+        return await Score(net, split, self.shift)
+
+    async def refresh(self, net: nn.Module) -> None:
+        """Re-estimates normalisation statistics where they are missing or the policy asks for it."""
+        if getattr(net, "stale", False) and any(n.endswith(STATISTICS) for n in tensors_of(net)):
+            stream = Stream(self._splits["train"], self.local.batch, "none", self._next_seed("recalibrate"))
+            await Recalibrate(net, stream, self.local.bn_batches)
+        net.stale = False  # type: ignore[assignment]
+
+    # the local objective ----------------------------------------------------------------------------------------
+
+    @property
+    def lr(self) -> float:
+        """This round's learning rate."""
+        return self.local.lr_at(self.round, self.rounds)
+
+    def loss(self, net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Cross-entropy, with the client's log prior added to the logits where the run asks for it."""
+        logits = net(x)
+        if self.log_prior is not None:
+            logits = logits + self.log_prior
+        return F.cross_entropy(logits, y, label_smoothing=self.local.label_smoothing)
+
+    @property
+    def shift(self) -> Tensor | None:
+        """What is added to the logits when the client uses a network: tau times its log prior."""
+        return None if self.log_prior is None else self.local.prior_tau * self.log_prior
+
+    def _log_prior(self, train: Split) -> Tensor:
+        smoothing = self.local.prior_smoothing
+        counts = train.label_counts(self.space.classes) + smoothing
+        return torch.from_numpy(np.log(counts / counts.sum())).to(train.mean)
+
+    # facts ------------------------------------------------------------------------------------------------------
+
+    def size(self, split: str) -> int:
+        return self._splits[split].size
+
+    def fits(self, arch: tuple[int, ...]) -> bool:
+        """Whether the client's hard budget admits the arch."""
+        return self.seat.fits(arch)
+
+    def cost(self, net: nn.Module) -> Cost:
+        """Cost of a network that was built for this client."""
+        found = getattr(net, "cost", None)
+        return found if isinstance(found, Cost) else self.space.cost(net.arch)  # type: ignore[arg-type]
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        return rng_of(self.seed, purpose, self.round, self.id)
+
+    def _next_seed(self, purpose: str) -> int:
+        self._jobs += 1
+        return seed_of(self.seed, purpose, self.round, self.id, self._jobs)

@@ -1,0 +1,181 @@
+"""The engine of this machine: clients run in a few threads, each with one compute thread.
+
+Every job's numbers depend on its seeds alone and every operation runs single-threaded, so results do not depend on the
+number of workers, bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..data.batches import augment, shuffled
+from ..errors import UserError
+from ..seeds import torch_seed
+from ..spaces.base import Arch, Space, Weights
+from ..spaces.layers import Dropout, seed_dropout
+from .client import SCORE_BATCH
+from .jobs import Job, Loop, Recalibrate, Score, Stream
+
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """The run was interrupted; the round in flight is given up."""
+
+
+class LocalEngine:
+    """Runs client work on one device."""
+
+    def __init__(self, device: torch.device, workers: int = 0) -> None:
+        self.device = device
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = 1 if device.type != "cpu" else workers or cores
+        self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._template = lru_cache(maxsize=64)(self._make)
+        self._initial = lru_cache(maxsize=2)(self._make_initial)
+
+    def network(self, space: Space, arch: Arch) -> nn.Module:
+        """A network of the arch on this engine's device; its weights are to be overwritten."""
+        with self._lock:
+            return copy.deepcopy(self._template(space, arch))
+
+    def _make(self, space: Space, arch: Arch) -> nn.Module:
+        with torch_seed("template"):  # its random weights are never used, but drawing them moves the generator
+            net = space.build(arch)
+        replace_dropout(net)
+        net.arch = arch  # type: ignore[assignment]
+        return net.to(self.device)
+
+    def initial(self, space: Space, seed: int) -> Weights:
+        """The weights every run of this seed starts from."""
+        with self._lock:
+            return self._initial(space, seed)
+
+    def _make_initial(self, space: Space, seed: int) -> Weights:
+        return {n: t.to(self.device) for n, t in space.new_weights(seed).items()}
+
+    def run(self, work: Sequence[tuple[str, Coroutine[Any, Any, T]]]) -> list[T]:
+        """Drives labelled coroutines to their end; results in the given order."""
+        self._stop.clear()
+        futures = [self._pool.submit(self._drive, label, coroutine) for label, coroutine in work]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            self._stop.set()
+            for future in futures:
+                future.cancel()
+            for future in futures:
+                if not future.cancelled():
+                    future.exception()
+            for _, coroutine in work:
+                coroutine.close()
+            raise
+
+    def close(self) -> None:
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _drive(self, label: str, coroutine: Coroutine[Any, Any, T]) -> T:
+        result: Any = None
+        while True:
+            try:
+                job = coroutine.send(result)
+            except StopIteration as end:
+                return end.value
+            except (UserError, Stopped):
+                raise
+            except Exception as error:
+                raise RuntimeError(f"{label}: {type(error).__name__}: {error}") from error
+            result = self._do(label, job)
+
+    def _do(self, label: str, job: Job) -> Any:
+        try:
+            if isinstance(job, Loop):
+                return self._loop(job)
+            if isinstance(job, Score):
+                return self._score(job)
+            if isinstance(job, Recalibrate):
+                return self._recalibrate(job)
+        except (UserError, Stopped):
+            raise
+        except Exception as error:
+            raise RuntimeError(f"{label}: {type(error).__name__}: {error}") from error
+        raise TypeError(f"{label}: the client awaited a {type(job).__name__}, which is not a job")
+
+    def _loop(self, job: Loop) -> float:
+        for net in job.nets:
+            net.train()
+            seed_dropout(net, job.seed)
+        batches = [self._batches(stream, job.steps) for stream in job.streams]
+        total = torch.zeros((), device=self.device)
+        for i in range(job.steps):
+            if self._stop.is_set():
+                raise Stopped
+            pairs = [draw(i) for draw in batches]
+            total += job.step(*(pairs[0] if len(pairs) == 1 else pairs))
+        mean = float(total) / max(1, job.steps)
+        if mean != mean:
+            raise UserError("the training loss is not a number: try a smaller local.lr, or local.clip = 5.")
+        return mean
+
+    def _batches(self, stream: Stream, steps: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+        order = shuffled(stream.split, stream.batch, steps, stream.seed)
+        seed = torch.tensor(stream.seed, device=self.device)
+
+        def draw(i: int) -> tuple[Tensor, Tensor]:
+            x, y = stream.split.at(order[i])
+            return augment(x, stream.augment, seed + i), y
+
+        return draw
+
+    @torch.no_grad()
+    def _score(self, job: Score) -> float:
+        job.net.eval()
+        hits = torch.zeros((), device=self.device, dtype=torch.int64)
+        for index in job.split.chunks(SCORE_BATCH):
+            x, y = job.split.at(index)
+            logits = job.net(x)
+            hits += ((logits if job.shift is None else logits + job.shift).argmax(1) == y).sum()
+        return int(hits) / job.split.size
+
+    @torch.no_grad()
+    def _recalibrate(self, job: Recalibrate) -> None:
+        recalibrate(job.net, self._batches(job.stream, job.batches), job.batches)
+
+
+def recalibrate(net: nn.Module, draw: Callable[[int], tuple[Tensor, Tensor]], batches: int) -> None:
+    """Replaces normalisation statistics by their plain mean over some batches."""
+    layers = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    momenta = [m.momentum for m in layers]
+    training = net.training
+    net.eval()
+    for layer in layers:
+        layer.train()
+        layer.reset_running_stats()
+        layer.momentum = None  # cumulative mean
+    for i in range(batches):
+        net(draw(i)[0])
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+    net.train(training)
+
+
+def replace_dropout(net: nn.Module) -> None:
+    """Gives a user's network counter-based dropout, so that its numbers do not depend on who runs first."""
+    for module in list(net.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Dropout:
+                setattr(module, name, Dropout(child.p))
+
+

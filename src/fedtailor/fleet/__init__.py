@@ -1,0 +1,23 @@
+"""The clients' devices: profiles, budgets, the cost model of a round, the simulated clock, availability."""
+
+from .budget import Budget, read_limits, require_feasible
+from .clock import Clock, Round, available, round_seconds
+from .fleet import NAMES, Device, Fleet, FleetConfig, make
+from .profile import Profile, shipped
+
+__all__ = [
+    "NAMES",
+    "Budget",
+    "Clock",
+    "Device",
+    "Fleet",
+    "FleetConfig",
+    "Profile",
+    "Round",
+    "available",
+    "make",
+    "read_limits",
+    "require_feasible",
+    "round_seconds",
+    "shipped",
+]

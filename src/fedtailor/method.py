@@ -1,0 +1,175 @@
+"""The contract: what a method is. Read this page before writing one.
+
+A method is a frozen dataclass of options (paper symbols in comments) with both halves of one paper's algorithm:
+
+    start -> [ ask -> work (on the client) -> merge ] x rounds -> offer -> personal (on the client)
+
+Server state, tasks, replies and client memory are *values*: named tensors and plain numbers. Client work is `async`:
+`await client.fit(...)` hands a job to the engine, which decides how the clients of a round share the hardware.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+from torch import Tensor, nn
+
+from .seeds import Key, rng_of, seed_of
+from .spaces.base import Arch, Space, Weights, paste
+
+if TYPE_CHECKING:
+    from .config import Local
+    from .engine.client import Client
+    from .fleet.budget import Budget
+    from .fleet.profile import Profile
+
+Fact = int | float | str | bool
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the server sends one client: an arch, the weights cut for it, other named tensors, small facts."""
+
+    weights: Weights = field(default_factory=dict)
+    arch: Arch = ()
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    facts: dict[str, Fact] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client sends back. The engine fills in who sent it, its number of samples and its simulated time."""
+
+    weights: Weights = field(default_factory=dict)
+    arch: Arch = ()
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    facts: dict[str, Fact] = field(default_factory=dict)
+    client: int = -1
+    samples: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What the server knows of a client: its place, its number of training samples, its device."""
+
+    id: int
+    name: str
+    samples: int
+    profile: Profile
+    budget: Budget  # in absolute numbers
+    hard: bool  # whether the budget may never be exceeded, or only prices an arch
+    space: Space
+    batch: int
+    images: int  # trained on in a round
+
+    def fits(self, arch: Arch) -> bool:
+        """Whether the client's hard budget admits the arch."""
+        return not self.hard or self.budget.fits(self.space.cost(arch), self.batch, self.profile, self.images)
+
+    def use(self, arch: Arch) -> dict[str, float]:
+        """How much of each limit of the budget the arch takes; 1 is all of it."""
+        return self.budget.use(self.space.cost(arch), self.batch, self.profile, self.images)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What stays the same during a run."""
+
+    space: Space
+    seats: tuple[Seat, ...]  # clients that train, then those held out
+    clients: int  # how many of them train
+    participants: int
+    rounds: int
+    seed: int
+    local: Local
+
+
+class Server:
+    """The server's state: named values, read as attributes, never changed in place."""
+
+    def __init__(self, job: Job, round: int = 0, **values: Any) -> None:
+        self.job = job
+        self.round = round  # rounds finished
+        self.values = values
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(f"the server has no '{name}'; it has {sorted(self.__dict__.get('values', ()))}") from None
+
+    @property
+    def space(self) -> Space:
+        return self.job.space
+
+    def replace(self, **values: Any) -> Server:
+        return Server(self.job, self.round, **(self.values | values))
+
+    def seed(self, purpose: str, *key: Key) -> int:
+        return seed_of(self.job.seed, purpose, self.round, *key)
+
+    def rng(self, purpose: str, *key: Key) -> np.random.Generator:
+        """A generator of this round's own for the purpose (and the client, if given)."""
+        return rng_of(self.job.seed, purpose, self.round, *key)
+
+    def paste(self, replies: Sequence[Reply], keys: Sequence[str] | None = None) -> Weights:
+        """`weights` with the replies averaged in, entry by entry, over the clients that own the entry."""
+        return paste(self.space, self.weights, [(r.weights, r.arch, float(r.samples)) for r in replies], keys)
+
+
+class Method(ABC):
+    """Both halves of an algorithm. Subclasses are frozen dataclasses, registered with `@register("method", name)`."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str] = ""  # authors, venue, algorithm
+    deviations: ClassVar[tuple[str, ...]] = ()  # every departure from the paper
+    needs: ClassVar[Literal["net", "space"]] = "net"  # one fixed network, or choices to search among
+
+    def check(self, job: Job) -> None:
+        """Raises `UserError` where this method cannot run the job; called before anything is written."""
+
+    @abstractmethod
+    def start(self, job: Job) -> Server:
+        """The server's state before round 1."""
+
+    @abstractmethod
+    def ask(self, server: Server, client: Seat) -> Task:
+        """The task of one participant of this round."""
+
+    @abstractmethod
+    async def work(self, task: Task, client: Client) -> Reply:
+        """The client's half of a round."""
+
+    @abstractmethod
+    def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
+        """The server's state after a round; replies come in client order."""
+
+    def offer(self, server: Server, client: Seat) -> Task:
+        """Like `ask`, for keeps: what a client is given to make its personal network from."""
+        return self.ask(server, client)
+
+    async def personal(self, task: Task, client: Client) -> nn.Module:
+        """The network this client keeps: evaluated, exported, deployed."""
+        return client.build(task)
+
+    def shared(self, server: Server) -> Task | None:
+        """The server's own model, evaluated as `global`; None where the method has none."""
+        return None
+
+    def onboarding(self) -> tuple[Method, int]:
+        """How clients that never trained join: a method to run with them, and for how many rounds. Default: none."""
+        return self, 0
+
+
+def head(name: str) -> bool:
+    """Whether a parameter belongs to the head, the last linear layer of every net and space."""
+    return name.startswith("head.")
+
+
+def body(name: str) -> bool:
+    return not head(name)

@@ -1,0 +1,1 @@
+"""Methods: one paper, one file, both halves in the order of the paper's algorithm box."""

@@ -1,0 +1,62 @@
+"""FedAvg: McMahan et al., AISTATS 2017, Algorithm 1; and FedAvg followed by fine-tuning on each client.
+
+Server: w <- sum_k (n_k / n) w_k over the round's clients. Client: E epochs of SGD from w.
+Fine-tuning: the client trains the last server weights on its own data and keeps
+(1 - interpolate) * fine-tuned + interpolate * server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from ..engine.client import Client
+from ..method import Job, Method, Reply, Seat, Server, Task, head
+from ..options import Fraction, NonNegative
+from ..registry import register
+
+
+@register("method", "fedavg")
+@dataclass(frozen=True)
+class FedAvg(Method):
+    paper: ClassVar[str] = "McMahan et al., AISTATS 2017, Algorithm 1"
+    deviations: ClassVar[tuple[str, ...]] = ("batches are always full (shuffles joined end to end)",)
+
+    def start(self, job: Job) -> Server:
+        return Server(job, weights=job.space.new_weights(job.seed))
+
+    def ask(self, server: Server, client: Seat) -> Task:
+        return Task(server.weights)
+
+    async def work(self, task: Task, client: Client) -> Reply:
+        net = client.build(task)
+        loss = await client.fit(net)
+        return Reply(client.take(net), facts={"loss": loss})
+
+    def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
+        return server.replace(weights=server.paste(replies))
+
+    def shared(self, server: Server) -> Task:
+        return Task(server.weights)
+
+
+@register("method", "fedavg-ft")
+@dataclass(frozen=True)
+class FedAvgFineTune(FedAvg):
+    epochs: NonNegative = 10.0  # of fine-tuning
+    lr: NonNegative = 0.0  # 0: a tenth of local.lr
+    part: Literal["all", "head"] = "all"
+    interpolate: Fraction = 0.0  # way back towards the server's weights
+
+    async def personal(self, task: Task, client: Client) -> nn.Module:
+        net = client.build(task)
+        if self.epochs:
+            lr = self.lr or client.local.lr / 10
+            await client.fit(net, epochs=self.epochs, lr=lr, only=head if self.part == "head" else None)
+        if self.interpolate:
+            tuned, t = client.take(net), self.interpolate
+            client.load(net, {n: w + t * (task.weights[n] - w) if n in task.weights else w for n, w in tuned.items()})
+        return net

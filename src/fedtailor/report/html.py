@@ -1,0 +1,207 @@
+"""The report: one HTML file that holds everything it shows, opens offline and prints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedtailor.errors import UserError
+from fedtailor.report import plots, versus, words
+from fedtailor.report.archs import read_archs
+from fedtailor.run.compare import Comparison, compare
+from fedtailor.run.results import KINDS, Results, worst_tenth
+
+HERE = Path(__file__).parent
+COSTS = {
+    "bytes_down": ("Sent to clients", words.size),
+    "bytes_up": ("Received from clients", words.size),
+    "personal_parameters": ("Parameters of a client’s network, mean", words.count),
+    "personal_flops": ("FLOPs per sample, mean", words.count),
+    "simulated_hours": ("Simulated time on the fleet", lambda hours: words.duration(None if hours is None else 3600 * hours)),
+    "measured_seconds": ("Measured time on this machine", words.duration),
+}
+
+
+def write_report(folder: Path, out: Path | None = None) -> Path:
+    """Write the report of one run (report.html in its folder unless told) and return where it is."""
+    run = Results.read(Path(folder))
+    return _write("template.html", run_page(run), Path(out) if out else run.folder / "report.html")
+
+
+def write_comparison(folders: Sequence[Path], out: Path) -> Path:
+    """Write several runs side by side and return where the page is."""
+    return write_comparison_page(compare(folders), Path(out))
+
+
+def write_comparison_page(comparison: Comparison, out: Path) -> Path:
+    return _write("comparison.html", comparison_page(comparison), out)
+
+
+def _write(template: str, page: dict[str, Any], out: Path) -> Path:
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError:
+        raise UserError("the report is set with jinja2, which is not installed: pip install 'fedtailor[report]'") from None
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "percent": words.percent, "count": words.count, "size": words.size, "duration": words.duration,
+        "setting": words.setting, "moment": words.moment, "links": words.pieces_with_links,
+    }  # fmt: skip
+    text = environment.get_template(template).render(css=(HERE / "style.css").read_text(encoding="utf-8"), **page)
+    if out.is_dir():
+        raise UserError(f"{out} is a folder. Give the name of the HTML file to write, such as {out / 'report.html'}.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(out)  # a reader never sees half a page
+    return out
+
+
+# ---- one run
+
+
+def run_page(run: Results) -> dict[str, Any]:
+    """Everything the template of one run shows, as plain values."""
+    split, at = run.reported_at()
+    summary = run.summary()
+    return {
+        "title": run.name,
+        "run": run,
+        "facts": run.facts,
+        "lead": words.sentence(run),
+        "warnings": run.warnings(),
+        "split": split,
+        "round": at,
+        "headline": [(kind, words.KIND_NAMES[kind], words.KIND_WORDS[kind], s) for kind, s in run.spreads.items() if s],
+        "settings": _settings(run.config),
+        "partition": _partition(run),
+        "curves": _pictures(plots.accuracy_curves(run), plots.loss_curve(run)),
+        "clients": _pictures(plots.client_accuracy(run), plots.accuracy_by_samples(run), plots.gain(run)),
+        "table": _client_table(run),
+        "archs": read_archs(run),
+        "costs": [(label, say(summary[key])) for key, (label, say) in COSTS.items()],
+        "config_text": (run.folder / "config.toml").read_text(encoding="utf-8"),
+        "definitions": words.DEFINITIONS,
+    }
+
+
+def _pictures(*found: plots.Picture | None) -> list[plots.Picture]:
+    return [picture for picture in found if picture]
+
+
+def _settings(config: dict[str, Any]) -> list[tuple[str, Any, list[tuple[str, Any]]]]:
+    """The config as titled lists: the top-level keys first, then table by table, each with its name beside the title."""
+    plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
+    tables = [(key, value) for key, value in config.items() if isinstance(value, dict) and value]
+    return [("run", "", list(plain.items()))] + [
+        (title, table.get("name", ""), [entry for entry in _dotted(table) if entry[0] != "name"]) for title, table in tables
+    ]
+
+
+def _dotted(table: dict[str, Any], prefix: str = "") -> Any:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _partition(run: Results) -> plots.Picture | None:
+    counts, classes = run.facts.get("train_counts"), run.facts.get("classes")
+    if not counts or not classes:
+        return None
+    from fedtailor.data.picture import class_by_client_svg  # the report of a run without counts needs no data code
+
+    names = [run.client_name(client) for client in range(len(counts))]
+    sizes = [sum(row) for row in counts]
+    alt = f"{len(counts)} clients, {len(classes)} classes, {min(sizes)} to {max(sizes)} training samples a client"
+    svg = class_by_client_svg(np.array(counts), [str(name) for name in classes], names)
+    return plots.Picture("", svg, "The training split. Hover over a cell for its count.", alt, wide=True)
+
+
+def _client_table(run: Results) -> dict[str, Any]:
+    """One line per client, lowest personal accuracy first (clients without one last), and the columns that have values."""
+    split, at = run.reported_at()
+    accuracies = {kind: run.per_client(metric, split, at) for kind, metric in KINDS.items()}
+    sizes = {"parameters": run.per_client("personal_parameters", ""), "FLOPs": run.per_client("personal_flops", "")}
+    counts = run.facts.get("train_counts") or []
+    known = plots.known(accuracies["personal"])
+    worst = set(sorted(known, key=lambda client: (known[client], client))[: worst_tenth(len(known))])
+    clients = sorted({c for found in accuracies.values() for c in found}, key=lambda c: (c not in known, known.get(c, 0), c))
+    columns = [kind for kind, found in accuracies.items() if found]
+    measures = [name for name, found in sizes.items() if found]
+    lines = [
+        {
+            "name": run.client_name(client),
+            "worst": client in worst,
+            "samples": str(sum(counts[client])) if client < len(counts) else words.NONE,
+            "accuracies": [words.percent(accuracies[kind].get(client)) for kind in columns],
+            "sizes": [words.count(sizes[name].get(client)) for name in measures],
+        }
+        for client in clients
+    ]
+    return {"heads": [words.KIND_NAMES[kind] for kind in columns], "measures": measures, "lines": lines}
+
+
+# ---- several runs
+
+
+def comparison_page(comparison: Comparison) -> dict[str, Any]:
+    """Everything the template of a comparison shows, as plain values."""
+    rows = comparison.rows
+    return {
+        "title": "Comparison of " + ", ".join(row.label for row in rows[:4]) + (" and more" if len(rows) > 4 else ""),
+        "lead": _comparison_lead(comparison),
+        "comparison": comparison,
+        "rows": [{**_row(row), "colour": versus.look(i)[0]} for i, row in enumerate(rows)],
+        "kinds": [kind for kind in KINDS if any(row.accuracy(kind) for row in rows)],
+        "kind_names": words.KIND_NAMES,
+        "curves": _pictures(
+            versus.curves(comparison, "personal_accuracy", "val", "Validation accuracy, personal"),
+            versus.curves(comparison, "global_accuracy", "val", "Validation accuracy, global"),
+            versus.curves(comparison, "loss", "train", "Training loss"),
+            versus.traffic(comparison),
+        ),
+        "paired": versus.paired(comparison) if len(rows) > 1 else None,
+        "costs": _cost_rows(comparison),
+        "settings": comparison.differing(),
+        "definitions": words.DEFINITIONS,
+    }
+
+
+def _row(row: Any) -> dict[str, Any]:
+    split, at = row.runs[0].reported_at()
+    numbers = {
+        kind: {number: row.accuracy(kind, number) for number in ("mean", "std", "worst_decile")} | {"n": row.clients(kind)}
+        for kind in KINDS
+    }
+    return {
+        "label": row.label, "runs": row.runs, "seeds": ", ".join(map(str, row.seeds)), "flags": row.flags,
+        "finished": row.finished, "split": split, "round": at, "accuracy": numbers,
+    }  # fmt: skip
+
+
+def _comparison_lead(comparison: Comparison) -> str:
+    runs, rows = sum(len(row.runs) for row in comparison.rows), len(comparison.rows)
+    told = f"{runs} run{'s' * (runs != 1)} in {rows} row{'s' * (rows != 1)}; runs that differ only in the seed share a row."
+    if comparison.fair:
+        return f"{told} All rows have the same data, partition, seeds, clients, participants and rounds."
+    return f"{told} The rows are not equal in everything that matters: read the flags before the numbers."
+
+
+def _cost_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """One line per cost: what it is, and for each row its words and its share of the largest, for a bar."""
+    lines = []
+    for key, (label, say) in COSTS.items():
+        values = [cost.mean if (cost := row.cost(key)) else None for row in comparison.rows]
+        top = max((value for value in values if value is not None), default=None)
+        if top is not None:
+            cells = [(say(value), 0 if value is None or not top else round(100 * value / top)) for value in values]
+            lines.append({"label": label, "cells": cells})
+    return lines

@@ -1,0 +1,1 @@
+"""The run folder: events, checkpoints, and reading results back."""

@@ -1,0 +1,249 @@
+"""One run from a config to a finished folder: start or resume, rounds, checkpoints, the last evaluation."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import __version__
+from ..config import FORMAT, Config
+from ..config import load as load_config
+from ..data import partition as partitions
+from ..data.dataset import Dataset
+from ..data.federation import Store, stores
+from ..data.partition import TRAIN, Partition
+from ..data.sources import load as load_data
+from ..engine.local import LocalEngine
+from ..engine.loop import Event, Federation, State
+from ..errors import UserError
+from ..evaluate import Kept, evaluate, mean_accuracy
+from ..fleet import fleet as fleets
+from ..fleet.budget import require_feasible
+from ..method import Job, Method, Seat
+from ..values import write_bytes, write_value
+from . import checkpoint
+from .events import EventLog
+
+
+class Watcher:
+    """Follows a run; the default says nothing."""
+
+    def begin(self, title: str, done: int, rounds: int) -> None: ...
+
+    def round(self, number: int, facts: dict[str, float]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A config made into objects; nothing is written yet."""
+
+    config: Config
+    method: Method
+    dataset: Dataset
+    partition: Partition
+    job: Job
+    fleet: fleets.Fleet
+
+    def federation(self, device: torch.device, workers: int) -> tuple[Federation, Store]:
+        learn, test = stores(self.dataset, self.partition, device)
+        engine = LocalEngine(device, workers)
+        return Federation(self.job, self.method, learn, engine, self.fleet, self.config.make_fleet()), test
+
+
+def prepare(config: Config, saved: Path | None = None) -> Setup:
+    """Loads the data and checks everything that can be wrong. `saved` is a run's own partition file."""
+    method = config.make_method()
+    dataset = load_data(config.data.name, Path(config.data.dir) if config.data.dir else None)
+    if saved:
+        partition = Partition.load(saved)
+        partition.require(dataset)
+    else:
+        partition = partitions.make(dataset, config.make_partition(), config.clients, config.seed)
+    space = config.make_space(dataset.shape, len(dataset.classes))
+    rules = config.make_fleet()
+    fleet = fleets.make(rules, partition.clients + partition.new_clients, config.seed)
+    largest, batch = space.cost(space.largest), config.local.batch
+    seats = []
+    for i, device in enumerate(fleet):
+        samples = len(partition.indices(i, TRAIN))
+        images = int(samples * config.local.epochs)
+        if rules.hard:
+            require_feasible(space, device.budget, partition.names[i], batch, device.profile, images)
+        budget = device.budget.absolute(largest, batch, device.profile, images)
+        seat = Seat(i, partition.names[i], samples, device.profile, budget, rules.hard, space, batch, images)
+        seats.append(seat)
+    job = Job(space, tuple(seats), partition.clients, config.participants, config.rounds, config.seed, config.local)
+    method.check(job)
+    return Setup(config, method, dataset, partition, job, fleet)
+
+
+def choose_device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {name}: use auto, cpu or cuda.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no CUDA device here. Use --device cpu, or see 'fedtailor doctor'.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def start(
+    config: Config, out: Path, device: str = "auto", workers: int = 0, watch: Watcher | None = None, command: str = ""
+) -> Path:
+    """Runs a config in a new folder; returns the folder."""
+    chosen = choose_device(device)
+    if out.exists() and any(out.iterdir()):
+        what = "holds another run" if (out / "run.json").exists() else "is not empty"
+        raise UserError(f"{out} {what}. Continue it with 'fedtailor resume {out}', or choose another --out.")
+    setup = prepare(config)
+    write_bytes(out / "config.toml", config.to_toml().encode())
+    setup.partition.save(out / "partition.npz")
+    _write_facts(out, _facts(setup, chosen, command))
+    return _continue(setup, out, chosen, workers, watch or Watcher())
+
+
+def resume(out: Path, device: str = "auto", workers: int = 0, watch: Watcher | None = None) -> Path:
+    """Continues a run from its newest whole checkpoint; a finished run is left as it is."""
+    facts = read_facts(out)
+    if facts["status"] == "done":
+        (watch or Watcher()).say(f"{out} is finished already: nothing to resume.")
+        return out
+    if not (out / "config.toml").is_file() or not (out / "partition.npz").is_file():
+        raise UserError(f"{out} was stopped before its setup was saved. Delete the folder and start the run again.")
+    setup = prepare(load_config(out / "config.toml"), out / "partition.npz")
+    return _continue(setup, out, choose_device(device), workers, watch or Watcher())
+
+
+def _continue(setup: Setup, out: Path, device: torch.device, workers: int, watch: Watcher) -> Path:
+    config, job = setup.config, setup.job
+    federation, test = setup.federation(device, workers)
+    found = checkpoint.load(out / "checkpoints", job, device, watch.say)
+    state, log_bytes = found if found else (federation.begin(), None)
+    log = EventLog(out / "events.csv", log_bytes)
+    facts = {**read_facts(out), "status": "running", "device": describe_device(device)}
+    _write_facts(out, facts)
+    began, before = time.perf_counter(), float(facts["seconds"])
+    evaluate_every = config.evaluate_every or max(1, config.rounds // 10)
+    save_every = config.checkpoint_every or max(1, config.rounds // 10)
+
+    def save(status: str) -> None:
+        checkpoint.save(out / "checkpoints", state, log.flush())
+        seconds = before + time.perf_counter() - began
+        _write_facts(out, {**facts, "status": status, "rounds_done": state.round, "seconds": seconds})
+
+    watch.begin(f"{config.method['name']} on {config.data.name}", state.round, config.rounds)
+    pending: list[Event] = []  # rows of the round in flight: they reach the log when it is whole
+    logged = state.round  # rounds whose rows are in the log
+    try:
+        if not found:
+            save("running")
+        for _ in federation.rounds(state, pending.append):
+            if state.round % evaluate_every == 0 and state.round < config.rounds:
+                pending += evaluate(federation, state, None)[0]
+            watch.round(state.round, _progress(pending))
+            _commit(log, pending)
+            logged = state.round
+            if state.round % save_every == 0 or state.round == config.rounds:
+                save("running")
+        events, kept = evaluate(federation, state, test)
+        _commit(log, events)
+        _save_networks(out / "nets", setup, kept)
+        log.flush()
+        seconds = before + time.perf_counter() - began
+        _write_facts(out, {**facts, "status": "done", "rounds_done": state.round, "seconds": seconds})
+    except KeyboardInterrupt:
+        if state.round == logged and not pending:  # else the last checkpoint stands, and its rounds are run again
+            save("stopped")
+        raise
+    finally:
+        watch.end()
+        federation.engine.close()
+        log.close()
+    return out
+
+
+def _commit(log: EventLog, events: list[Event]) -> None:
+    for event in events:
+        log.add(event)
+    events.clear()
+
+
+def _progress(events: list[Event]) -> dict[str, float]:
+    """The few numbers of a round that a progress line shows."""
+    losses = [float(e.value) for e in events if e.metric == "loss"]
+    found = {"loss": sum(losses) / len(losses)} if losses else {}
+    for kind in ("personal", "global"):
+        value = mean_accuracy(events, f"{kind}_accuracy")
+        if value is not None:
+            found[kind] = value
+    return found
+
+
+def _save_networks(folder: Path, setup: Setup, kept: list[Kept]) -> None:
+    """One value file per client: its arch and weights, enough to build the network again."""
+    for net in kept:
+        value = {"space": setup.job.space.name, "arch": list(net.arch), "weights": net.weights}
+        write_value(folder / f"{net.client:06d}.safetensors", value)
+
+
+def _facts(setup: Setup, device: torch.device, command: str) -> dict[str, Any]:
+    partition, dataset, space = setup.partition, setup.dataset, setup.job.space
+    return {
+        "format": FORMAT,
+        "fedtailor": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "device": describe_device(device),
+        "data_hash": dataset.hash,
+        "partition_hash": partition.hash,
+        "status": "running",
+        "rounds_done": 0,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": 0.0,
+        "parameters": {"smallest": space.cost(space.smallest).parameters, "largest": space.cost(space.largest).parameters},
+        "command": command or " ".join(["fedtailor", *sys.argv[1:]]),
+        "classes": list(dataset.classes),
+        "client_names": list(partition.names),
+        "new_clients": partition.new_clients,
+        "train_counts": partition.counts(dataset.labels, len(dataset.classes), TRAIN).tolist(),
+        "method_paper": setup.method.paper,
+        "deviations": list(setup.method.deviations),
+        "dimensions": [{"name": d.name, "options": list(d.options)} for d in space.dimensions],
+    }
+
+
+def describe_device(device: torch.device) -> str:
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+
+
+def read_facts(out: Path) -> dict[str, Any]:
+    path = out / "run.json"
+    if not path.is_file():
+        raise UserError(f"{out} is not a run folder: it has no run.json. 'fedtailor run' makes one.")
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        version = facts["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not readable ({error}).") from error
+    if version != FORMAT:
+        raise UserError(f"{out} was written by another version of fedtailor (run format {version}, this one is {FORMAT}).")
+    return facts
+
+
+def _write_facts(out: Path, facts: dict[str, Any]) -> None:
+    write_bytes(out / "run.json", json.dumps(facts, indent=1).encode())
+
+

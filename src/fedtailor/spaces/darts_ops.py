@@ -1,0 +1,291 @@
+"""The DARTS cell (Liu, Simonyan and Yang, ICLR 2019): its graph, its candidate operations, its blocks.
+
+A cell has two inputs (the outputs of the two cells before it), four nodes and 14 edges; a node is the sum of its
+incoming edges, the cell's output the four nodes side by side. States 0 and 1 are the inputs, 2 to 5 the nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..seeds import hash_bits, uniform
+from .base import Block
+from .layers import Counted, Dropout, Norm, norm_layer
+
+NODES = 4
+EDGES: tuple[tuple[int, int], ...] = tuple((source, node) for node in range(2, 2 + NODES) for source in range(node))
+"""The state an edge leaves and the node it enters, in the order of the papers' edge numbers 0..13."""
+EDGES_INTO: dict[int, tuple[int, ...]] = {
+    node: tuple(e for e, (_, target) in enumerate(EDGES) if target == node) for node in range(2, 2 + NODES)
+}
+"""The edges that enter each node: {2: (0, 1), 3: (2, 3, 4), 4: (5, 6, 7, 8), 5: (9, 10, 11, 12, 13)}."""
+
+FULL = (  # the order FedNAS and FedRLNAS number them in; `none` first
+    "none",
+    "max_pool_3x3",
+    "avg_pool_3x3",
+    "skip_connect",
+    "sep_conv_3x3",
+    "sep_conv_5x5",
+    "dil_conv_3x3",
+    "dil_conv_5x5",
+)
+
+# The pairs of s1 are this library's own. The robust-DARTS family pre-selects two operations per edge, but its table is
+# not in the papers we work from; ours pairs a cheap operation with a convolution and walks through both lists, which
+# have 3 and 4 entries, so neighbouring edges never agree. Numbers on s1 do not compare with published ones.
+_CHEAP = ("skip_connect", "max_pool_3x3", "avg_pool_3x3")
+_CONVS = ("sep_conv_3x3", "dil_conv_5x5", "sep_conv_5x5", "dil_conv_3x3")
+_S1 = tuple(tuple((_CHEAP[(e + kind) % 3], _CONVS[(e + 2 * kind) % 4]) for e in range(len(EDGES))) for kind in range(2))
+
+Operations = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]
+
+
+def _alike(*names: str) -> Operations:
+    edges = (names,) * len(EDGES)
+    return edges, edges
+
+
+VARIANTS: dict[str, Operations] = {
+    "full": _alike(*FULL),
+    "s1": (_S1[0], _S1[1]),
+    "s2": _alike("skip_connect", "sep_conv_3x3"),
+    "s3": _alike("none", "skip_connect", "sep_conv_3x3"),
+    "s4": _alike("noise", "sep_conv_3x3"),
+    "s5": _alike(*FULL[1:]),
+}
+"""Names of the operations by variant, cell type (normal, reduction) and edge. s2 to s5 are those of DARTS-PT."""
+
+
+# operations -------------------------------------------------------------------------------------------------------
+
+
+class Halve(nn.Module):
+    """DARTS' factorised reduction: two 1x1 convolutions of stride 2, one pixel apart, side by side.
+
+    Of an odd side the second convolution sees one row of zeros beyond the edge, so both halves agree in size.
+    """
+
+    def __init__(self, cin: int, cout: int, norm: Norm, affine: bool) -> None:
+        super().__init__()
+        self.relu = nn.ReLU()
+        self.even = nn.Conv2d(cin, cout // 2, 1, stride=2, bias=False)
+        self.odd = nn.Conv2d(cin, cout // 2, 1, stride=2, bias=False)
+        self.norm = norm_layer(norm, cout, affine)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(x)
+        height, width = x.shape[-2:]
+        shifted = x[..., 1:, 1:]
+        if height % 2 or width % 2:
+            shifted = F.pad(shifted, (0, width % 2, 0, height % 2))
+        return self.norm(torch.cat((self.even(x), self.odd(shifted)), dim=1))
+
+
+class Noise(Counted):
+    """Standard normal noise in the shape of the (strided) input: the operation of s4 that can carry nothing.
+
+    The noise is a function of a counter and of the layer's own `salt`, which its network derives from its name: the
+    supernet and a sub-network draw the same. Evaluation always draws the same numbers, so a stored network scores the
+    same whenever it is loaded.
+    """
+
+    salt = 0
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[..., :: self.stride, :: self.stride]
+        if self.training:
+            self.counter.add_(1)
+        at = self.counter if self.training else torch.zeros_like(self.counter)
+        radius, turn = uniform(hash_bits(at + self.salt), 2, *x.shape).unbind(0)  # Box and Muller's two uniforms
+        return (torch.sqrt(-2 * torch.log1p(-radius)) * torch.cos(2 * math.pi * turn)).to(x.dtype)
+
+
+class DropPath(Dropout):
+    """Drops an edge for a whole image at a time (Larsson et al. 2017), with masks from a counter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        self.counter.add_(1)
+        keep = uniform(hash_bits(self.counter), x.shape[0], 1, 1, 1) >= self.p
+        return x * keep / (1 - self.p)
+
+
+def _convolutions(
+    channels: int, kernel: int, strides: Sequence[int], dilation: int, norm: Norm, affine: bool
+) -> nn.Module:
+    """ReLU, depthwise, pointwise, norm, once per stride. The first ReLU leaves its input alone: other edges read it."""
+    layers: list[tuple[str, nn.Module]] = []
+    for i, stride in enumerate(strides):
+        padding = dilation * (kernel // 2)
+        depthwise = nn.Conv2d(
+            channels, channels, kernel, stride, padding, dilation=dilation, groups=channels, bias=False
+        )
+        layers += [
+            (f"relu{i}", nn.ReLU(inplace=i > 0)),
+            (f"depthwise{i}", depthwise),
+            (f"pointwise{i}", nn.Conv2d(channels, channels, 1, bias=False)),
+            (f"norm{i}", norm_layer(norm, channels, affine)),
+        ]
+    return nn.Sequential(OrderedDict(layers))
+
+
+@dataclass(frozen=True)
+class Operation(Block):
+    """A candidate operation by description; `none` has no module and therefore no block.
+
+    `affine` tells a derived network from a search network. The latter has no affine parameters in its cells and a norm
+    after each pool; the former has them, and bare pools (with these rules DARTS' published networks count exactly).
+    """
+
+    name: str
+    channels: int
+    stride: int
+    norm: Norm
+    affine: bool
+
+    def build(self) -> nn.Module:
+        c, stride = self.channels, self.stride
+        if self.name == "noise":
+            return Noise(stride)
+        if self.name == "skip_connect":
+            return nn.Identity() if stride == 1 else Halve(c, c, self.norm, self.affine)
+        kind, size = self.name.rsplit("_", 1)
+        kernel = int(size[0])
+        if kind == "sep_conv":
+            return _convolutions(c, kernel, (stride, 1), 1, self.norm, self.affine)
+        if kind == "dil_conv":
+            return _convolutions(c, kernel, (stride,), 2, self.norm, self.affine)
+        pool = (
+            nn.MaxPool2d(kernel, stride, kernel // 2)
+            if kind == "max_pool"
+            else nn.AvgPool2d(kernel, stride, kernel // 2, count_include_pad=False)
+        )
+        if self.affine:
+            return pool
+        return nn.Sequential(OrderedDict(pool=pool, norm=norm_layer(self.norm, c, affine=False)))
+
+
+@dataclass(frozen=True)
+class Preprocess(Block):
+    """What an input passes before the cell: ReLU, 1x1 convolution, norm; `Halve` where it is twice the size."""
+
+    cin: int
+    cout: int
+    halve: bool
+    norm: Norm
+    affine: bool
+
+    def build(self) -> nn.Module:
+        if self.halve:
+            return Halve(self.cin, self.cout, self.norm, self.affine)
+        conv = nn.Conv2d(self.cin, self.cout, 1, bias=False)
+        return nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=conv, norm=norm_layer(self.norm, self.cout, self.affine)))
+
+
+# cells ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """Where one cell stands in the network."""
+
+    kind: int  # 0: normal, 1: reduction
+    cin: tuple[int, int]  # channels of the outputs of the cells k-2 and k-1
+    sizes: tuple[tuple[int, int], tuple[int, int]]  # their heights and widths
+    channels: int
+
+    @property
+    def halve(self) -> bool:
+        """Whether cell k-1 was a reduction, so that the output of cell k-2 is twice the size."""
+        return self.sizes[0] != self.sizes[1]
+
+    def stride(self, edge: int) -> int:
+        return 2 if self.kind and EDGES[edge][0] < 2 else 1
+
+    def size(self, state: int) -> tuple[int, int]:
+        """Height and width of a state: the inputs' after their preprocessing, or a node's."""
+        height, width = self.sizes[1]
+        return ((height + 1) // 2, (width + 1) // 2) if self.kind and state >= 2 else (height, width)
+
+
+def plan(channels: int, cells: int, size: tuple[int, int]) -> tuple[CellPlan, ...]:
+    """All cells: reductions at a third and two thirds of the depth, where the channels double."""
+    found: list[CellPlan] = []
+    outputs = [(3 * channels, size)] * 2  # both inputs of the first cell are the stem's output
+    for k in range(cells):
+        kind = int(k in (cells // 3, 2 * cells // 3))
+        channels *= 1 + kind
+        (c0, size0), (c1, size1) = outputs[-2:]
+        found.append(CellPlan(kind, (c0, c1), (size0, size1), channels))
+        outputs.append((NODES * channels, found[-1].size(2)))
+    return tuple(found)
+
+
+class Edge(nn.ModuleDict):
+    """The operations of one edge. The edge is their sum, each times its gate if there are gates."""
+
+    def __init__(self, names: Sequence[str], kept: Sequence[int], build: Callable[[str], nn.Module]) -> None:
+        self.places = tuple(i for i in kept if names[i] != "none")
+        super().__init__({names[i]: build(names[i]) for i in self.places})
+
+    def forward(self, x: Tensor, gates: Tensor | None, drop: DropPath | None) -> Tensor | None:
+        total: Tensor | None = None
+        for place, op in zip(self.places, self.values(), strict=True):
+            y = op(x)
+            if drop is not None and not isinstance(op, nn.Identity):  # DARTS never drops an identity
+                y = drop(y)
+            if gates is not None:
+                y = gates[place] * y
+            total = y if total is None else total + y
+        return total
+
+
+class Cell(nn.Module):
+    def __init__(
+        self,
+        plan: CellPlan,
+        names: Sequence[Sequence[str]],
+        kept: Sequence[Sequence[int]],
+        norm: Norm,
+        affine: bool,
+        drop_path: float,
+    ) -> None:
+        super().__init__()
+        self.kind = plan.kind
+        self.pre0 = Preprocess(plan.cin[0], plan.channels, plan.halve, norm, affine).build()
+        self.pre1 = Preprocess(plan.cin[1], plan.channels, False, norm, affine).build()
+        self.edges = nn.ModuleList()
+        for e in range(len(EDGES)):
+            stride = plan.stride(e)
+            self.edges.append(
+                Edge(names[e], kept[e], lambda op, s=stride: Operation(op, plan.channels, s, norm, affine).build())
+            )
+        self.drop = DropPath(drop_path) if drop_path else None
+
+    def forward(self, before: Tensor, last: Tensor, gates: Tensor | None) -> Tensor:
+        states = [self.pre0(before), self.pre1(last)]
+        for node in range(2, 2 + NODES):
+            total: Tensor | None = None
+            for e in EDGES_INTO[node]:
+                y = self.edges[e](states[EDGES[e][0]], None if gates is None else gates[e], self.drop)
+                if y is not None:
+                    total = y if total is None else total + y
+            states.append(self._zero(states[1]) if total is None else total)
+        return torch.cat(states[2:], dim=1)
+
+    def _zero(self, like: Tensor) -> Tensor:
+        n, c, height, width = like.shape
+        return like.new_zeros((n, c, (height + self.kind) // (1 + self.kind), (width + self.kind) // (1 + self.kind)))

@@ -1,0 +1,130 @@
+"""Values: trees of named tensors and plain numbers, and one safe file format for them.
+
+Server state, client memory, tasks and replies are values. A value is saved as one safetensors file whose header carries the
+tree as JSON; reading it can run no code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .errors import UserError
+
+Value = Any  # Tensor | int | float | str | bool | None | list | tuple | dict[str, Value]
+
+
+def tensors_in(value: Value, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a value with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from tensors_in(item, f"{path}/{i}")
+
+
+def bytes_of(value: Value) -> int:
+    """Bytes of all tensors in a value."""
+    return sum(t.numel() * t.element_size() for _, t in tensors_in(value))
+
+
+def on_device(value: Value, device: torch.device) -> Value:
+    """The value with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {k: on_device(v, device) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_device(v, device) for v in value)
+    return value
+
+
+def plain(value: Value, path: str = "") -> Value:
+    """The value as JSON, tensors replaced by references to their paths."""
+    if isinstance(value, Tensor):
+        return {"$tensor": path}
+    if isinstance(value, dict):
+        bad = [k for k in value if not isinstance(k, str) or k.startswith("$") or "/" in k]
+        if bad:
+            raise TypeError(f"a value's keys are text without '/' and leading '$', not {bad[0]!r} (at '{path}')")
+        return {k: plain(v, f"{path}/{k}") for k, v in value.items()}
+    if isinstance(value, tuple):
+        return {"$tuple": [plain(v, f"{path}/{i}") for i, v in enumerate(value)]}
+    if isinstance(value, list):
+        return [plain(v, f"{path}/{i}") for i, v in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"a value holds tensors, numbers, text, lists and dicts, not {type(value).__name__} (at '{path}')")
+
+
+def _restore(value: Value, tensors: dict[str, Tensor]) -> Value:
+    if isinstance(value, dict):
+        if "$tensor" in value:
+            return tensors[value["$tensor"]]
+        if "$tuple" in value:
+            return tuple(_restore(v, tensors) for v in value["$tuple"])
+        return {k: _restore(v, tensors) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_restore(v, tensors) for v in value]
+    return value
+
+
+def to_bytes(value: Value) -> bytes:
+    tensors = {path: t.detach().contiguous().cpu() for path, t in tensors_in(value)}
+    return safetensors.torch.save(tensors, metadata={"tree": json.dumps(plain(value))})
+
+
+def write_value(path: Path, value: Value) -> str:
+    """Writes a value atomically; returns the file's sha256."""
+    data = to_bytes(value)
+    write_bytes(path, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_value(path: Path, device: torch.device | str = "cpu") -> Value:
+    try:
+        with safe_open(path, "pt", device=str(device)) as file:
+            tree = json.loads((file.metadata() or {})["tree"])
+            return _restore(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise UserError(f"{path} is not a readable value file ({error}).") from error
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a file so that a crash leaves either the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise disk_error(path, error) from error
+
+
+def disk_error(path: Path, error: OSError) -> UserError:
+    """What to tell a user when a file cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"no space left on the disk while writing {path}. Nothing saved before is lost: free some space, "
+            f"then continue with 'fedtailor resume RUN'."
+        )
+    return UserError(f"cannot write {path}: {error.strerror or error}.")
