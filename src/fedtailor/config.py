@@ -181,7 +181,7 @@ def resolve(config: Config) -> Config:
         )
     unused = "net" if method.needs == "space" else "space"
     config = dataclasses.replace(config, **{unused: {}})
-    config.make_partition()
+    config.make_partition().check(config.clients)
     config.make_fleet()
     return config
 

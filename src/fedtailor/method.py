@@ -130,6 +130,11 @@ class Method(ABC):
     deviations: ClassVar[tuple[str, ...]] = ()  # every departure from the paper
     needs: ClassVar[Literal["net", "space"]] = "net"  # one fixed network, or choices to search among
 
+    @classmethod
+    def runs_on(cls, space: type[Space]) -> bool:
+        """Whether the method can use a kind of space at all."""
+        return space.fixed == (cls.needs == "net")
+
     def check(self, job: Job) -> None:
         """Raises `UserError` where this method cannot run the job; called before anything is written."""
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .space import Batch, Classes, Input, open_space, read_settings
+from .space import Batch, Classes, Input, open_space, read_settings, size_of
 
 if TYPE_CHECKING:
     from ..fleet.fleet import Device
     from ..spaces.base import Space
 
-app = typer.Typer(no_args_is_help=True, help="The clients' devices and budgets.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="The clients' devices and budgets.")
 SAMPLES = 300  # archs drawn to estimate how much of a large space fits
 
 
@@ -28,7 +28,8 @@ def show(
     ] = "equal",
     clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the run, which deals the devices.")] = 0,
-    space: Annotated[str, typer.Option(help="The space or net that has to fit.")] = "tiny",
+    space: Annotated[str, typer.Option(help="The space whose archs have to fit.")] = "tiny",
+    net: Annotated[str, typer.Option(help="A fixed net that has to fit, instead of a space.")] = "",
     input: Input = "3,32,32",
     classes: Classes = 10,
     batch: Batch = 32,
@@ -45,20 +46,19 @@ def show(
 
     Examples:
 
-        fedtailor fleet show --name capacity-low --clients 20
-
-        fedtailor fleet show --name mixed --space cnn --batch 64
-
-        fedtailor fleet show --set profile=laptop --set budget.flops=50%
+    - `fedtailor fleet show --name capacity-low --clients 20`
+    - `fedtailor fleet show --name mixed --net cnn --batch 64`
+    - `fedtailor fleet show --set profile=laptop --set budget.flops=50%`
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from ..config import Config
     from ..fleet.fleet import NAMES, make
 
     config = Config(fleet={"name": name, **read_settings(set_ or [])}).make_fleet()
-    network = open_space(space, input, classes, [])
+    network = open_space(net or space, input, classes, [], net=bool(net))
     devices = make(config, clients, seed)
     alike: dict[Device, list[int]] = {}
     for client, device in enumerate(devices):
@@ -66,36 +66,44 @@ def show(
 
     console = Console()
     about = NAMES.get(config.name, NAMES["file:PATH"])
-    console.print(f"[bold]{config.name}[/bold]: {about}", highlight=False)
-    table = Table("clients", "device", "budget", "archs that fit", "round of smallest and largest", show_lines=True)
+    console.print(f"[bold]{escape(config.name)}[/bold]: {about}", highlight=False)
+    table = Table("clients", "device", "budget", "fits", "round", show_lines=True)
     for device, members in alike.items():
         table.add_row(*_row(device, members, network, batch, images))
     console.print(table)
-    console.print(f"Space {network.name}, {network.size:,} archs, batch {batch}, {images:,} images a client and round.")
-    if config.shared_link:
-        console.print("Times are of a client alone on the link; a round's participants share it.")
+    console.print(f"For {network.name} ({size_of(network)}) at batch {batch}, {images:,} images a round.")
+    alone = ", one client alone on the link that a round's participants share" if config.shared_link else ""
+    console.print(f"Round: the simulated time of the smallest and of the largest arch{alone}.")
     if config.deadline:
         console.print(f"Replies after {config.deadline:g} s are dropped.")
 
 
 def _row(device: Device, members: list[int], space: Space, batch: int, images: int) -> list[str]:
+    from rich.markup import escape
+
     from ..fleet.budget import need, readable
 
     profile, budget = device
     ends = (space.smallest, space.largest)
     times = [readable("seconds", need("seconds", space.cost(arch), batch, profile, images)) for arch in ends]
     about = [
-        f"[bold]{profile.name}[/bold]",
+        f"[bold]{escape(profile.name)}[/bold]",
         f"{profile.flops_per_second / 1e9:,g} GFLOP/s, {readable('memory', profile.memory)}",
-        f"{profile.down_mbit:g} down, {profile.up_mbit:g} up Mbit/s",
+        f"down {profile.down_mbit:g}, up {profile.up_mbit:g} Mbit/s",
     ]
     if profile.availability < 1:
         about.append(f"reachable {100 * profile.availability:g} %")
-    return [_ranges(members), "\n".join(about), str(budget), _fitting(device, space, batch, images), "\n".join(times)]
+    return [
+        _ranges(members),
+        "\n".join(about),
+        str(budget).replace(", ", "\n"),
+        _fitting(device, space, batch, images),
+        "\n".join(times),
+    ]
 
 
 def _fitting(device: Device, space: Space, batch: int, images: int) -> str:
-    """How much of the space fits: counted where it is small, estimated from random archs where it is large."""
+    """How many archs fit: counted in a small space, estimated from random archs in a large one."""
     from ..seeds import rng_of
 
     profile, budget = device
@@ -106,9 +114,9 @@ def _fitting(device: Device, space: Space, batch: int, images: int) -> str:
     if fits(space.largest):
         return "all"
     if space.size <= SAMPLES:
-        return f"{sum(map(fits, space.archs()))} of {space.size}"
+        return f"{sum(map(fits, space.archs()))} of {space.size} archs"
     rng = rng_of(0, "cli", "fits")
-    return f"about {100 * sum(fits(space.sample(rng)) for _ in range(SAMPLES)) / SAMPLES:.0f} %"
+    return f"about {100 * sum(fits(space.sample(rng)) for _ in range(SAMPLES)) / SAMPLES:.0f} % of the archs"
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..spaces.base import Arch, Space
     from ..spaces.measure import Cost
 
-app = typer.Typer(no_args_is_help=True, help="Search spaces and fixed networks.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Search spaces and fixed networks.")
 
 Input = Annotated[str, typer.Option("--input", help="Image shape: channels,height,width.")]
 Classes = Annotated[int, typer.Option(min=1, help="Number of classes.")]
@@ -30,6 +30,7 @@ def space() -> None:
 def show(
     name: Annotated[str, typer.Argument(help="A space or net, such as tiny or cnn, or your own: file.py:ClassName.")],
     arch: Annotated[str, typer.Option(help="largest, smallest, random, or a number per dimension: 1,0,2.")] = "largest",
+    net: Annotated[bool, typer.Option("--net", help="The fixed net, where a space has the same name.")] = False,
     input: Input = "3,32,32",
     classes: Classes = 10,
     batch: Batch = 32,
@@ -46,13 +47,11 @@ def show(
 
     Examples:
 
-        fedtailor space show tiny
-
-        fedtailor space show tiny --arch 1,0,1,0,0,1 --svg arch.svg
-
-        fedtailor space show cnn --input 1,28,28 --set width=16 --json
+    - `fedtailor space show tiny`
+    - `fedtailor space show tiny --arch 1,0,1,0,0,1 --svg arch.svg`
+    - `fedtailor space show cnn --input 1,28,28 --set width=16 --json`
     """
-    space = open_space(name, input, classes, set_ or [])
+    space = open_space(name, input, classes, set_ or [], net)
     chosen = read_arch(space, arch, seed)
     if svg is not None:
         try:
@@ -69,20 +68,28 @@ def show(
             typer.echo(f"Drawn in {svg}.")
 
 
-def open_space(name: str, input: str, classes: int, settings: list[str]) -> Space:
-    """The space or net of that name, or a user's own, for images of that shape."""
+def open_space(name: str, input: str, classes: int, settings: list[str], net: bool = False) -> Space:
+    """The space of that name, or else the net (`net`: the net in any case), or a user's own, for images of that shape."""
     from ..config import Config
     from ..registry import names
 
     nets, spaces = names("net"), names("space")
-    if name not in (*nets, *spaces) and not (".py" in name or ":" in name):
-        raise unknown("space or net", name, [*spaces, *nets])
+    known = nets if net else sorted({*spaces, *nets})
+    if name not in known and not (".py" in name or ":" in name):
+        raise unknown("net" if net else "space or net", name, known)
     shape = _ints("--input", input)
     if len(shape) != 3 or min(shape) < 1:
         raise UserError(f"--input {input}: an image has three sizes above 0, channels,height,width, such as 3,32,32.")
     table = {"name": name, **read_settings(settings)}
-    config = Config(net=table) if name in nets else Config(space=table)
+    config = Config(net=table) if net or (name in nets and name not in spaces) else Config(space=table)
     return config.make_space((shape[0], shape[1], shape[2]), classes)
+
+
+def size_of(space: Space) -> str:
+    """'64 archs', or that the network is fixed."""
+    if space.fixed:
+        return "a fixed network"
+    return f"{space.size:,} archs" if space.size < 10**9 else f"{space.size:.2e} archs"
 
 
 def read_arch(space: Space, text: str, seed: int) -> Arch:
@@ -111,6 +118,8 @@ def read_settings(settings: list[str]) -> dict[str, Any]:
         inner = table
         for key in outer:
             inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise UserError(f"--set {text}: '{key}' is a value, not a table.")
         inner[last] = value
     return table
 
@@ -166,9 +175,7 @@ def _print(space: Space, arch: Arch, batch: int) -> None:
 
     console = Console()
     shape = " x ".join(map(str, space.input))
-    count = f"{space.size:,}" if space.size < 10**9 else f"{space.size:.2e}"
-    kind = "a fixed network" if space.fixed else f"{count} archs"
-    console.print(f"[bold]{space.name}[/bold]: {kind}, input {shape}, {space.classes} classes")
+    console.print(f"[bold]{space.name}[/bold]: {size_of(space)}, input {shape}, {space.classes} classes")
     if space.dimensions:
         dimensions = Table("dimension", "options, smallest first", "chosen", title="Dimensions", title_justify="left")
         for d, i in zip(space.dimensions, arch, strict=True):

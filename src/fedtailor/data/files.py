@@ -45,7 +45,7 @@ def arrays_of(path: Path, keys: Sequence[str], advice: str) -> dict[str, np.ndar
     if not path.is_file():
         raise UserError(f"{path}: there is no such file. {advice}")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             return {key: file[key] for key in keys if key in file}
     # what NumPy and zip raise on damaged files; TypeError and AttributeError are bare .npy files
     except (OSError, ValueError, TypeError, AttributeError, EOFError, RuntimeError, BadZipFile, zlib.error) as error:

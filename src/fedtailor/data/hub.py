@@ -16,8 +16,8 @@ LABELS = {"cifar10": "label", "cifar100": "fine_label"}
 
 
 def load(name: str) -> Dataset:
-    """Downloads (once; the hub library keeps its own cache) and reads the set. The hub's order of images differs from
-    the official archive's, so the two have different hashes and do not share saved partitions."""
+    """Downloads (once; the hub library keeps its own cache) and reads the set. Where the hub's order of images is not
+    the official archive's, the two have different hashes and do not share saved partitions."""
     if name not in LABELS:
         raise unknown("data set on the hub", name, LABELS)
     try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _RAMP = np.array([(0xE3, 0xEE, 0xF9), (0x9F, 0xC9, 0xE2), (0x4B, 0x97, 0xC9), (0x1D, 0x62, 0xA8), (0x08, 0x2F, 0x66)])
 _INK, _QUIET, _EMPTY = "#141c26", "#5f6b7a", "#f5f7fa"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-_BLOCKS = " ▁▂▃▄▅▆▇█"
+_BLOCKS = "·▁▂▃▄▅▆▇█"
 _LETTER = 6.6  # width of a letter, near enough to lay out labels without a font
 _BARS = 44  # height of the strip with the clients' sizes
 
@@ -157,7 +157,7 @@ def class_by_client_text(counts: np.ndarray, classes: Sequence[str], names: Sequ
             # the columns that give way in a narrow terminal, down to what the numbers need
             table.add_column(_shorter(name, 10), justify="right", overflow="ellipsis", min_width=digits)
     else:
-        table.add_column(f"classes 0 to {len(classes) - 1}, taller: more images", no_wrap=True)
+        table.add_column(f"classes 0 to {len(classes) - 1}, taller: more images", overflow="fold")
     for name, row in list(zip(names, counts.tolist(), strict=True))[:rows]:
         if few:
             cells = [_shade(f"{count:>{digits}}", count / most) if count else Text("·", style="dim") for count in row]

@@ -1,6 +1,6 @@
 """The clients' devices: profiles, budgets, the cost model of a round, the simulated clock, availability."""
 
-from .budget import Budget, read_limits, require_feasible
+from .budget import Budget, Limits, require_feasible
 from .clock import Clock, Round, available, round_seconds
 from .fleet import NAMES, Device, Fleet, FleetConfig, make
 from .profile import Profile, shipped
@@ -12,11 +12,11 @@ __all__ = [
     "Device",
     "Fleet",
     "FleetConfig",
+    "Limits",
     "Profile",
     "Round",
     "available",
     "make",
-    "read_limits",
     "require_feasible",
     "round_seconds",
     "shipped",

@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from ..errors import UserError, nearest
+from ..errors import UserError
 from .clock import round_seconds
 from .profile import Profile
 
@@ -51,7 +52,7 @@ class Budget:
             parts += [f"{q} ≤ {100 * f:g} % of largest" for q, f in self.of_largest.limits.items()]
         return ", ".join(parts) or "no limits"
 
-    @property
+    @cached_property  # searches ask for it at every arch
     def limits(self) -> dict[str, float]:
         """The limits that are set, by quantity."""
         return {q: limit for q in QUANTITIES if (limit := getattr(self, q)) is not None}
@@ -77,7 +78,7 @@ class Budget:
         return not self.excess(cost, batch, profile, images)
 
     def why_not(self, cost: Cost, batch: int, profile: Profile, images: int | None = None) -> str:
-        """'memory 1.20 GB (limit 1.00 GB), ...', or an empty text if the network fits."""
+        """'memory 1.2 GB (limit 1 GB), ...', or an empty text if the network fits."""
         over = self.excess(cost, batch, profile, images)
         return ", ".join(f"{q} {readable(q, n)} (limit {readable(q, self.limits[q])})" for q, n in over.items())
 
@@ -86,7 +87,8 @@ class Budget:
     ) -> Callable[[Arch], bool]:
         """The test for `Space.sample(..., fits=...)`. Fractions are of `largest`, else of the space's largest."""
         budget = self.absolute(largest or space.cost(space.largest), batch, profile, images)
-        return lambda arch: budget.fits(space.cost(arch), batch, profile, images)
+        # sampling asks about the same archs again and again, and adding up a cost is slower than remembering an answer
+        return lru_cache(maxsize=100_000)(lambda arch: budget.fits(space.cost(arch), batch, profile, images))
 
     def _known(self) -> dict[str, float]:
         if self.of_largest is not None:
@@ -140,34 +142,44 @@ def readable(quantity: str, value: float) -> str:
     return f"{value:.4g} {('', 'k', 'M', 'G', 'T')[prefix]}{_UNITS[quantity]}".rstrip()
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The table [fleet.budget]: limits for every client, beside those its device brings. 0 is no limit.
+
+    A limit is a number, a number with k, M, G or T ("4 GB", "600M"), or "50%" of what the largest arch needs.
+    """
+
+    flops: float | str = 0.0  # forward pass of one image, two per multiply-add
+    parameters: float | str = 0.0  # weights of the network
+    memory: float | str = 0.0  # bytes to train at the local batch
+    seconds: float | str = 0.0  # simulated time of one round, transfers included
+    bytes: float | str = 0.0  # to send the network once
+
+    def __post_init__(self) -> None:
+        self.budget()  # a bad limit is an error where it is written
+
+    def budget(self) -> Budget:
+        absolute: dict[str, float] = {}
+        fractions: dict[str, float] = {}
+        for quantity in QUANTITIES:
+            limit, relative = _read_limit(quantity, getattr(self, quantity))
+            if limit:
+                (fractions if relative else absolute)[quantity] = limit
+        return budget_of(absolute, budget_of(fractions) if fractions else None)
+
+
 _LIMIT = re.compile(r"(\d+\.?\d*(?:e[+-]?\d+)?)\s*(%|[kMGT]?B?)", re.ASCII)
 
 
-def read_limits(table: Mapping[str, float | str], where: str = "fleet.budget") -> Budget:
-    """The budget in a config's table. A limit is a number, '4 GB' or '600M', or '50%' of the largest; 0 is no limit."""
-    absolute: dict[str, float] = {}
-    fractions: dict[str, float] = {}
-    for quantity, value in table.items():
-        if quantity not in QUANTITIES:
-            known = ", ".join(QUANTITIES)
-            raise UserError(
-                f"unknown key '{where}.{quantity}'.{nearest(quantity, QUANTITIES)} Known keys here: {known}."
-            )
-        limit, relative = _read_limit(value, f"{where}.{quantity}")
-        if limit:
-            (fractions if relative else absolute)[quantity] = limit
-    return budget_of(absolute, budget_of(fractions) if fractions else None)
-
-
-def _read_limit(value: float | str, path: str) -> tuple[float, bool]:
+def _read_limit(quantity: str, value: float | str) -> tuple[float, bool]:
     """The limit as a number, and whether it is a fraction of the largest arch."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
         return float(value), False
     match = _LIMIT.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         raise UserError(
-            f"{path} = {value!r} is no limit: write a number of at least 0 (0 = no limit), one with k, M, G or T such as "
-            "'4 GB', or a part of what the largest arch needs such as '50%'."
+            f"fleet.budget.{quantity} = {value!r} is no limit: write a number of at least 0 (0 = no limit), one with "
+            "k, M, G or T such as '4 GB', or a part of what the largest arch needs such as '50%'."
         )
     number, unit = float(match[1]), match[2]
     if unit == "%":

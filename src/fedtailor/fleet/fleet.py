@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import UserError, unknown
 from ..options import Fraction, NonNegative, Positive
-from .budget import Budget, budget_of, read_limits
+from .budget import Budget, Limits, budget_of
 from .profile import Profile, read_catalogue, shipped
 
 NAMES = {
@@ -24,7 +24,7 @@ NAMES = {
 CAPACITY_SHARES = {"capacity-high": (0.5, 0.3, 0.2), "capacity-low": (0.2, 0.3, 0.5)}  # high, medium, low
 # FedCS names its tiers by MobileNetV2's width: x1, x.75, x.5. Those networks do not cost .75 and .5 of the largest, but
 # 59.3 and 28.0 of 88.0 million multiply-adds on CIFAR, 1.368 and 0.700 of 2.237 million parameters with 10 classes.
-# Rounded up, so that the x.75 and x.5 networks fit their own tier.
+# Rounded up, so that the x.75 and x.5 networks fit their own tier. (100 classes: parameters .64 and .35.)
 CAPACITY_COSTS = {"flops": (1.0, 0.68, 0.32), "parameters": (1.0, 0.62, 0.32)}
 
 
@@ -43,7 +43,7 @@ class FleetConfig:
     memory_gb: tuple[Positive, Positive] = (2.0, 16.0)  # uniform-memory: the range, in 10^9 bytes
     quantity: Literal["flops", "parameters"] = "flops"  # capacity-*: what the tiers limit
     fractions: tuple[Positive, ...] = ()  # capacity-*: high, medium, low as parts of the largest; [] = MobileNetV2's
-    budget: dict[str, float | str] = field(default_factory=dict)  # limits for everybody, beside the distribution's own
+    budget: Limits = field(default_factory=Limits)  # limits for everybody, beside the distribution's own
 
     def __post_init__(self) -> None:
         if self.name not in NAMES and not self.name.startswith("file:"):
@@ -53,7 +53,6 @@ class FleetConfig:
             raise UserError(f"fleet.memory_gb = {list(self.memory_gb)}: the lower end of the range comes first.")
         if len(self.fractions) not in (0, 3):
             raise UserError(f"fleet.fractions = {list(self.fractions)}: give three numbers, for high, medium and low.")
-        read_limits(self.budget)
 
 
 class Device(NamedTuple):
@@ -71,7 +70,7 @@ def make(config: FleetConfig, clients: int, seed: int) -> Fleet:
     if clients < 1:
         raise UserError(f"a fleet has at least one client, not {clients}.")
     devices = _distribute(config, clients, seed)
-    limits = read_limits(config.budget)
+    limits = config.budget.budget()
     return tuple(Device(_overridden(config, profile), budget & limits) for profile, budget in devices)
 
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 from torch import Tensor, nn
 
 from ..errors import UserError, unknown
-from ..spaces.layers import Dropout
-
-Stem = Literal["auto", "small", "large"]
-SMALL_SIDE = 64  # "auto" takes the stem for small images up to this many pixels a side
+from ..spaces.layers import Dropout, Norm, Stem, small_strides
 
 
-def small_stem(net: str, stem: str, shape: tuple[int, int, int]) -> bool:
+def small_stem(stem: Stem, shape: tuple[int, int, int]) -> bool:
     """Whether the stem is the one for small images, which keeps more of their few pixels."""
+    return small_strides(stem, shape[1:])
+
+
+def check_stem(net: str, stem: Stem, norm: Norm) -> None:
+    """Raises unless the two options that most nets have are right."""
     one_of(net, "stem", stem, ("auto", "small", "large"))
-    return stem == "small" or (stem == "auto" and min(shape[1:]) <= SMALL_SIDE)
+    one_of(net, "norm", norm, ("batch", "group"))
 
 
 def one_of(net: str, option: str, value: str, known: Iterable[str]) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..registry import register
-from ..spaces.layers import Chain, Norm, norm_layer
+from ..spaces.layers import Chain, Norm, Stem, norm_layer
 from .base import FixedNet
-from .blocks import Stem, he_init, one_of, small_stem
+from .blocks import check_stem, he_init, one_of, small_stem
 
 DEPTHS = {"121": (6, 12, 24, 16), "201": (6, 12, 48, 32)}
 GROWTH = 32
@@ -52,12 +52,11 @@ class DenseNet(FixedNet):
     norm: Norm = "batch"
 
     def __post_init__(self) -> None:
-        small_stem(self.name, self.stem, self.input)
-        one_of(self.name, "norm", self.norm, ("batch", "group"))
+        check_stem(self.name, self.stem, self.norm)
         one_of(self.name, "depth", self.depth, DEPTHS)
 
     def module(self) -> nn.Module:
-        small = small_stem(self.name, self.stem, self.input)
+        small = small_stem(self.stem, self.input)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if small:
             layers["stem"] = nn.Conv2d(self.input[0], START, 3, padding=1, bias=False)
@@ -74,9 +73,7 @@ class DenseNet(FixedNet):
                 pool = nn.AvgPool2d(2, ceil_mode=True)
                 layers[f"halve{b}"] = nn.Sequential(_NormConv(channels, channels // 2, 1, self.norm), pool)
                 channels //= 2
-            layers[f"block{b + 1}"] = nn.Sequential(
-                *(_Dense(channels + i * GROWTH, self.norm) for i in range(depth))
-            )
+            layers[f"block{b + 1}"] = nn.Sequential(*(_Dense(channels + i * GROWTH, self.norm) for i in range(depth)))
             channels += depth * GROWTH
         layers["last"] = nn.Sequential(norm_layer(self.norm, channels), nn.ReLU(inplace=True))
         return he_init(Chain(nn.Sequential(layers), channels, self.classes))

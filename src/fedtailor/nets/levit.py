@@ -1,11 +1,11 @@
 """LeViT (Graham et al. 2021, "LeViT: a Vision Transformer in ConvNet's Clothing for Faster Inference").
 
 Convolutional stem, three stages of attention and MLP blocks, two attention blocks that halve the map in between. All
-normalisation is batch normalisation after a linear map, all activations are hard-swish, positions enter as a learnt bias
-per head and absolute offset. Linear maps over channels are written as 1x1 convolutions, which is the same arithmetic.
+normalisation is batch normalisation after a linear map, all activations are hard-swish, positions enter as a learnt
+bias per head and absolute offset. Linear maps over channels are written as 1x1 convolutions: the same arithmetic.
 
-The stem for large images is the paper's: four 3x3 convolutions of stride 2, 224 -> 14. For small ones it is the last two
-of them, 32 -> 8, and below 24 pixels only the second has stride 2. The second head, for distillation, is left out.
+The stem for large images is the paper's: four 3x3 convolutions of stride 2, 224 -> 14. For small ones it is the last
+two of them, 32 -> 8, and below 24 pixels only the second has stride 2. The second head, for distillation, is left out.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ..registry import register
-from ..spaces.layers import ConvNorm, Norm, norm_layer
+from ..spaces.layers import ConvNorm, Norm, Stem, norm_layer
 from ..spaces.vit_blocks import relative_bias
 from .base import FixedNet
-from .blocks import DropPath, Stem, one_of, rate, small_stem
+from .blocks import DropPath, check_stem, one_of, rate, small_stem
 
 Size = tuple[int, int]
 
@@ -141,13 +141,12 @@ class LeViT(FixedNet):
     norm: Norm = "batch"
 
     def __post_init__(self) -> None:
-        small_stem(self.name, self.stem, self.input)
-        one_of(self.name, "norm", self.norm, ("batch", "group"))
+        check_stem(self.name, self.stem, self.norm)
         one_of(self.name, "variant", self.variant, VARIANTS)
         rate(self.name, drop_path=self.drop_path or 0.0)
 
     def module(self) -> nn.Module:
         variant = VARIANTS[self.variant]
         drop_path = variant.drop_path if self.drop_path is None else self.drop_path
-        small = small_stem(self.name, self.stem, self.input)
+        small = small_stem(self.stem, self.input)
         return _LeViT(self.input, self.classes, variant, small, drop_path, self.norm)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..registry import register
-from ..spaces.layers import Chain, ConvNorm, InvertedResidual, Norm, divisible
+from ..spaces.layers import Chain, ConvNorm, InvertedResidual, Norm, Stem, divisible
 from .base import FixedNet
-from .blocks import Stem, at_least, he_init, one_of, rate, small_stem
+from .blocks import at_least, check_stem, he_init, rate, small_stem
 
 # expansion, channels, blocks, stride
 STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
@@ -29,13 +29,12 @@ class MobileNetV2(FixedNet):
     norm: Norm = "batch"
 
     def __post_init__(self) -> None:
-        small_stem(self.name, self.stem, self.input)
-        one_of(self.name, "norm", self.norm, ("batch", "group"))
+        check_stem(self.name, self.stem, self.norm)
         at_least(self.name, 0.05, width=self.width)
         rate(self.name, dropout=self.dropout)
 
     def module(self) -> nn.Module:
-        small = small_stem(self.name, self.stem, self.input)
+        small = small_stem(self.stem, self.input)
         cin = divisible(32 * self.width)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         layers["stem"] = ConvNorm(self.input[0], cin, 3, 1 if small else 2, act="relu6", norm=self.norm)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..registry import register
-from ..spaces.layers import ConvNorm, Dropout, InvertedResidual, Norm, divisible
+from ..spaces.layers import ConvNorm, Dropout, InvertedResidual, Norm, Stem, divisible
 from .base import FixedNet
-from .blocks import Stem, he_init, one_of, rate, small_stem
+from .blocks import check_stem, he_init, rate, small_stem
 
 # kernel, expanded channels, channels, gates, activation, stride
 ROWS = (
@@ -67,10 +67,9 @@ class MobileNetV3Large(FixedNet):
     norm: Norm = "batch"
 
     def __post_init__(self) -> None:
-        small_stem(self.name, self.stem, self.input)
-        one_of(self.name, "norm", self.norm, ("batch", "group"))
+        check_stem(self.name, self.stem, self.norm)
         rate(self.name, dropout=self.dropout)
 
     def module(self) -> nn.Module:
-        stride = 1 if small_stem(self.name, self.stem, self.input) else 2
+        stride = 1 if small_stem(self.stem, self.input) else 2
         return he_init(_MobileNetV3(self.input[0], self.classes, stride, self.dropout, self.norm))

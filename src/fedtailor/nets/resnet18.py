@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..registry import register
-from ..spaces.layers import Chain, ConvNorm, Norm
+from ..spaces.layers import Chain, ConvNorm, Norm, Stem
 from .base import FixedNet
-from .blocks import Stem, he_init, one_of, small_stem
+from .blocks import check_stem, he_init, small_stem
 
 
 class _Basic(nn.Module):
@@ -40,11 +40,10 @@ class ResNet18(FixedNet):
     norm: Norm = "batch"
 
     def __post_init__(self) -> None:
-        small_stem(self.name, self.stem, self.input)
-        one_of(self.name, "norm", self.norm, ("batch", "group"))
+        check_stem(self.name, self.stem, self.norm)
 
     def module(self) -> nn.Module:
-        small = small_stem(self.name, self.stem, self.input)
+        small = small_stem(self.stem, self.input)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         layers["stem"] = ConvNorm(self.input[0], 64, 3 if small else 7, 1 if small else 2, norm=self.norm)
         if not small:

@@ -1,10 +1,11 @@
 """A plain vision transformer (Dosovitskiy et al. 2021), small by default as in FedTP (Li et al. 2023).
 
-FedTP: images of 32 pixels, patches of 4, 128 channels, 6 blocks, 8 heads of 64 channels, MLP of 256, dropout 0.1. Queries,
-keys and values have projections of their own, `blocks.<i>.attention.{q,k,v}`, all of one shape: a hypernetwork can
-generate them for every block.
+FedTP: images of 32 pixels, patches of 4, 128 channels, 6 blocks, 8 heads of 64 channels, MLP of 256, dropout 0.1.
+Queries, keys and values have projections of their own, `blocks.<i>.attention.{q,k,v}`, all of one shape: a hypernetwork
+can generate them for every block.
 
-ViT-S/16, which Qu et al. (2022) put in place of a CNN, is patch 16, dim 384, depth 12, heads 6, mlp 1536, qkv_bias true.
+ViT-S/16, which Qu et al. (2022) put in place of a CNN, is patch 16, dim 384, depth 12, heads 6, mlp 1536 and qkv_bias
+true (without the pre-training that they found it needs).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..registry import register
-from ..spaces.layers import Dropout
+from ..spaces.layers import Dropout, small_strides
 from .base import FixedNet
-from .blocks import SMALL_SIDE, at_least, one_of, rate
+from .blocks import at_least, one_of, rate
 
 
 def _drop(p: float) -> nn.Module:
@@ -48,9 +49,7 @@ class _Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim)
         self.attention = _Attention(dim, heads, dim_head, dropout, qkv_bias)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(
-            nn.Linear(dim, mlp), nn.GELU(), _drop(dropout), nn.Linear(mlp, dim), _drop(dropout)
-        )
+        self.mlp = nn.Sequential(nn.Linear(dim, mlp), nn.GELU(), _drop(dropout), nn.Linear(mlp, dim), _drop(dropout))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -70,10 +69,7 @@ class _ViT(nn.Module):
         self.positions = nn.Parameter(torch.zeros(1, tokens, net.dim))
         self.dropout = _drop(net.dropout)
         self.blocks = nn.Sequential(
-            *(
-                _Block(net.dim, net.heads, net.dim_head, net.mlp, net.dropout, net.qkv_bias)
-                for _ in range(net.depth)
-            )
+            *(_Block(net.dim, net.heads, net.dim_head, net.mlp, net.dropout, net.qkv_bias) for _ in range(net.depth))
         )
         self.norm = nn.LayerNorm(net.dim)
         self.head = nn.Linear(net.dim, net.classes)
@@ -104,7 +100,7 @@ class ViT(FixedNet):
     @property
     def side(self) -> int:
         """The side of a patch."""
-        return self.patch or (4 if min(self.input[1:]) <= SMALL_SIDE else 16)
+        return self.patch if self.patch is not None else 4 if small_strides("auto", self.input[1:]) else 16
 
     def __post_init__(self) -> None:
         one_of(self.name, "pool", self.pool, ("cls", "mean"))

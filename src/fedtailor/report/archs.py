@@ -39,8 +39,10 @@ class Archs:
 def read_archs(run: Results) -> Archs | None:
     """The search part of a run; None where the run searched nothing."""
     dimensions = run.facts.get("dimensions") or []
+    if all(len(dimension["options"]) < 2 for dimension in dimensions):
+        return None  # a fixed network is the space with one point
     kept = run.per_client_text("personal_arch")
-    if not dimensions or not (kept or run.events.where("arch").any()):
+    if not (kept or run.events.where("arch").any()):
         return None
     names = [str(dimension["name"]) for dimension in dimensions]
     options = [[setting(option) for option in dimension["options"]] for dimension in dimensions]
@@ -55,17 +57,12 @@ def read_archs(run: Results) -> Archs | None:
     sampled, picture = _sampled(run, names, sizes)
     kept_counts = [Counter(arch[d] for arch in good.values()) for d in range(len(names))]
     shares = [
-        (
-            name,
-            [
-                (cell, kept_counts[d][i] / max(1, len(good)), float(sampled[d][i]))
-                for i, cell in enumerate(cells[d])
-            ],
-        )
+        (name, [(cell, kept_counts[d][i] / max(1, len(good)), float(sampled[d][i])) for i, cell in enumerate(cells[d])])
         for d, name in enumerate(names)
-    ]  # fmt: skip
+    ]
     odd = [(run.client_name(client), kept[client]) for client, arch in archs.items() if arch is None]
-    return Archs(names, rows, odd, shares, len(set(good.values())), picture, max(0, len(names) - PANELS) if picture else 0)
+    undrawn = max(0, len(names) - PANELS) if picture else 0
+    return Archs(names, rows, odd, shares, len(set(good.values())), picture, undrawn)
 
 
 def parse(text: str, sizes: list[int]) -> tuple[int, ...] | None:
@@ -96,11 +93,9 @@ def _sampled(run: Results, names: list[str], sizes: list[int]) -> tuple[list[np.
     if len(distinct) < 2:
         return total, None
     window = np.array_split(distinct, int(np.clip(len(points) // PER_WINDOW, 1, min(WINDOWS, len(distinct)))))
+    parts = [points[(rounds >= part[0]) & (rounds <= part[-1])] for part in window]
     shares = [
-        np.stack(
-            [np.bincount(points[np.isin(rounds, part), d], minlength=size) / np.isin(rounds, part).sum() for part in window],
-            axis=1,
-        )
+        np.stack([np.bincount(part[:, d], minlength=size) / len(part) for part in parts], axis=1)
         for d, size in enumerate(sizes[:PANELS])
     ]
     edges = np.array([*(part[0] - 0.5 for part in window), distinct[-1] + 0.5])

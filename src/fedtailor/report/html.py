@@ -21,8 +21,8 @@ COSTS = {
     "bytes_up": ("Received from clients", words.size),
     "personal_parameters": ("Parameters of a client’s network, mean", words.count),
     "personal_flops": ("FLOPs per sample, mean", words.count),
-    "simulated_hours": ("Simulated time on the fleet", lambda hours: words.duration(None if hours is None else 3600 * hours)),
-    "measured_seconds": ("Measured time on this machine", words.duration),
+    "simulated_hours": ("Simulated time on the fleet", lambda hours: words.duration(hours and 3600 * hours)),
+    "measured_seconds": ("Measured time of the simulation", words.duration),
 }
 
 
@@ -45,7 +45,7 @@ def _write(template: str, page: dict[str, Any], out: Path) -> Path:
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError:
-        raise UserError("the report is set with jinja2, which is not installed: pip install 'fedtailor[report]'") from None
+        raise UserError("the report needs jinja2, which is not installed: pip install 'fedtailor[report]'") from None
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -96,11 +96,11 @@ def _pictures(*found: plots.Picture | None) -> list[plots.Picture]:
 
 
 def _settings(config: dict[str, Any]) -> list[tuple[str, Any, list[tuple[str, Any]]]]:
-    """The config as titled lists: the top-level keys first, then table by table, each with its name beside the title."""
+    """The config as titled lists: the top-level keys first, then table by table, its name beside its title."""
     plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
     tables = [(key, value) for key, value in config.items() if isinstance(value, dict) and value]
     return [("run", "", list(plain.items()))] + [
-        (title, table.get("name", ""), [entry for entry in _dotted(table) if entry[0] != "name"]) for title, table in tables
+        (title, table.get("name", ""), [(k, v) for k, v in _dotted(table) if k != "name"]) for title, table in tables
     ]
 
 
@@ -126,14 +126,15 @@ def _partition(run: Results) -> plots.Picture | None:
 
 
 def _client_table(run: Results) -> dict[str, Any]:
-    """One line per client, lowest personal accuracy first (clients without one last), and the columns that have values."""
+    """One line per client, lowest personal accuracy first (clients without one last); only columns with values."""
     split, at = run.reported_at()
     accuracies = {kind: run.per_client(metric, split, at) for kind, metric in KINDS.items()}
     sizes = {"parameters": run.per_client("personal_parameters", ""), "FLOPs": run.per_client("personal_flops", "")}
     counts = run.facts.get("train_counts") or []
     known = plots.known(accuracies["personal"])
     worst = set(sorted(known, key=lambda client: (known[client], client))[: worst_tenth(len(known))])
-    clients = sorted({c for found in accuracies.values() for c in found}, key=lambda c: (c not in known, known.get(c, 0), c))
+    everyone = {client for found in accuracies.values() for client in found}
+    clients = sorted(everyone, key=lambda client: (client not in known, known.get(client, 0), client))
     columns = [kind for kind, found in accuracies.items() if found]
     measures = [name for name, found in sizes.items() if found]
     lines = [
@@ -177,10 +178,8 @@ def comparison_page(comparison: Comparison) -> dict[str, Any]:
 
 def _row(row: Any) -> dict[str, Any]:
     split, at = row.runs[0].reported_at()
-    numbers = {
-        kind: {number: row.accuracy(kind, number) for number in ("mean", "std", "worst_decile")} | {"n": row.clients(kind)}
-        for kind in KINDS
-    }
+    told = ("mean", "std", "worst_decile")
+    numbers = {kind: {n: row.accuracy(kind, n) for n in told} | {"n": row.clients(kind)} for kind in KINDS}
     return {
         "label": row.label, "runs": row.runs, "seeds": ", ".join(map(str, row.seeds)), "flags": row.flags,
         "finished": row.finished, "split": split, "round": at, "accuracy": numbers,
@@ -189,7 +188,9 @@ def _row(row: Any) -> dict[str, Any]:
 
 def _comparison_lead(comparison: Comparison) -> str:
     runs, rows = sum(len(row.runs) for row in comparison.rows), len(comparison.rows)
-    told = f"{runs} run{'s' * (runs != 1)} in {rows} row{'s' * (rows != 1)}; runs that differ only in the seed share a row."
+    told = (
+        f"{runs} run{'s' * (runs != 1)} in {rows} row{'s' * (rows != 1)}; runs that differ only in the seed share one."
+    )
     if comparison.fair:
         return f"{told} All rows have the same data, partition, seeds, clients, participants and rounds."
     return f"{told} The rows are not equal in everything that matters: read the flags before the numbers."

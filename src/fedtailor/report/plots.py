@@ -30,7 +30,7 @@ DASHES = {"-": "line", "--": "dash", ":": "dots", "-.": "dashdot"}  # as drawn, 
 KIND_STYLE = {"personal": (BLUE, "-"), "global": (ORANGE, "--"), "new": (GREEN, ":")}
 HALF, WIDE = (5.2, 3.1), (10.6, 3.3)
 
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a label may hold a dollar sign
     "font.family": "DejaVu Sans",  # wide, so that whatever the page sets in its place fits
@@ -54,7 +54,7 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a figure's key, set by the page; shape is line, dash, dots, dashdot, dot, ring, diamond, up or square."""
+    """An entry of a figure's key, set by the page: line, dash, dots, dashdot, dot, ring, diamond, up or square."""
 
     label: str
     colour: str
@@ -74,16 +74,18 @@ class Picture:
 
 
 @contextmanager
-def drawing(name: str, figsize: tuple[float, float], rows: int = 1, columns: int = 1) -> Iterator[tuple[Any, Any, list]]:
+def drawing(name: str, size: tuple[float, float], rows: int = 1, columns: int = 1) -> Iterator[tuple[Any, Any, list]]:
     """A figure, its axes in one list, and a list that holds the SVG after the block."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("the report draws with matplotlib, which is not installed: pip install 'fedtailor[report]'") from None
+        raise UserError(
+            "the report needs matplotlib, which is not installed: pip install 'fedtailor[report]'"
+        ) from None
     out: list[str] = []
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=figsize, layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         yield figure, axes, out
         out.append(_inline(figure, name))
@@ -96,7 +98,8 @@ def _inline(figure: Figure, name: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1)
+    for length in ("width", "height"):  # the page decides; the viewBox keeps the shape
+        svg = re.sub(rf'(<svg[^>]*?) {length}="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'( id="|href="#|url\(#)', rf"\1{name}-", svg)
     return svg.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1)
 
@@ -173,7 +176,8 @@ def loss_curve(run: Results) -> Picture | None:
     if not len(series.rounds):
         return None
     with drawing("loss", HALF) as (_, (axes,), out):
-        axes.fill_between(series.rounds, series.mean - series.std, series.mean + series.std, color=INK, alpha=0.1, linewidth=0)
+        low, high = series.mean - series.std, series.mean + series.std
+        axes.fill_between(series.rounds, low, high, color=INK, alpha=0.1, linewidth=0)
         _line(axes, series, INK, "-")
         round_axis(axes)
     return Picture(
@@ -222,7 +226,7 @@ def client_accuracy(run: Results) -> Picture | None:
         axes.grid(axis="y")
     keys = [Key("personal", BLUE, "dot"), Key("personal, worst decile", RED, "diamond")]
     keys += [Key("global, same client", ORANGE, "ring")] if shared else []
-    caption = f"{split.capitalize()} accuracy of each client in round {at}, lowest first; the shaded tenth is the worst decile."
+    caption = f"{split.capitalize()} accuracy of each client in round {at}, lowest first; the worst decile is shaded."
     alt = f"{len(order)} clients between {percent(own[0])} and {percent(own[-1])}, mean {percent(own.mean())}"
     return Picture("Accuracy, client by client", out[0], caption, alt, tuple(keys), wide=True)
 
@@ -254,7 +258,8 @@ def accuracy_by_samples(run: Results) -> Picture | None:
     alt = f"{len(own[0])} clients with {own[0].min():.0f} to {own[0].max():.0f} training samples"
     if len(own[0]) > 2 and own.std(axis=1).min() > 0:
         alt += f"; correlation of accuracy with the number of samples {np.corrcoef(own)[0, 1]:.2f}"
-    keys = tuple(Key(kind, KIND_STYLE[kind][0], shape) for kind, shape in (("personal", "dot"), ("new", "up")) if points[kind])
+    shapes = {"personal": "dot", "new": "up"}
+    keys = tuple(Key(kind, KIND_STYLE[kind][0], shape) for kind, shape in shapes.items() if points[kind])
     return Picture("Accuracy against data", out[0], f"{alt}. Each dot is a client.", alt, keys)
 
 
@@ -274,7 +279,8 @@ def gain(run: Results) -> Picture | None:
         axes.set_ylabel("clients")
         axes.yaxis.get_major_locator().set_params(integer=True)
         axes.grid(axis="y")
-    alt = f"{int((both > 0).sum())} of {len(both)} clients gain; the median gain is {np.median(both):+.1f} percentage points"
+    gaining = int((both > 0).sum())
+    alt = f"{gaining} of {len(both)} clients gain; the median gain is {np.median(both):+.1f} percentage points"
     keys = (Key("own network better", BLUE, "square"), Key("equal or worse", RED, "square"))
     return Picture("Gain over the global model", out[0], f"{alt}.", alt, keys)
 
@@ -295,8 +301,9 @@ def option_shares(names: Sequence[str], options: Sequence[int], edges: Floats, s
             axes.set_xlabel("")
         for axes in panels[len(names) :]:
             axes.set_visible(False)
-    wide = f"each step is about {np.diff(edges).mean():.0f} rounds" if np.diff(edges).mean() > 1 else "each step is a round"
-    caption = f"Share of participants that were sent each option over the rounds; {wide}. The first option is lightest and lowest."
+    step = float(np.diff(edges).mean())
+    caption = "Share of participants that were sent each option; the first option is the lightest and lowest. "
+    caption += f"Each step is about {step:.0f} rounds." if step > 1 else "Each step is a round."
     return Picture("Options sampled over the rounds", out[0], caption, f"shares for {', '.join(names)}", wide=True)
 
 

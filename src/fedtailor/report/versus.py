@@ -30,7 +30,7 @@ def look(row: int) -> tuple[str, str]:
 
 
 def over_rounds(row: Row, metric: str, split: str) -> tuple[Ints, Floats, Floats] | None:
-    """Mean over seeds of the mean over clients, and the std over seeds, at the rounds that all runs of the row share."""
+    """Mean over seeds of the mean over clients, and the std over seeds, at rounds that all its runs share."""
     found = [run.series(metric, split) for run in row.runs]
     rounds = found[0].rounds
     for series in found[1:]:
@@ -69,7 +69,8 @@ def curves(comparison: Comparison, metric: str, split: str, title: str) -> Pictu
 def final_by_client(row: Row) -> dict[int, float]:
     """Each client's personal accuracy at the end, mean over the row's seeds."""
     found = [known(run.per_client("personal_accuracy", *run.reported_at())) for run in row.runs]
-    return {client: float(np.mean([run[client] for run in found])) for client in found[0] if all(client in run for run in found)}
+    shared = set.intersection(*map(set, found))
+    return {client: float(np.mean([run[client] for run in found])) for client in sorted(shared)}
 
 
 def pairable(first: Row, other: Row) -> bool:
@@ -104,7 +105,8 @@ def paired(comparison: Comparison) -> Picture | None:
             percent_axis(axes)
             percent_axis(axes, "x")
             axes.grid()
-            told.append(f"{row.label}: {int((y > x).sum())} of {len(x)} clients better off, {int((y < x).sum())} worse off")
+            better, worse = int((y > x).sum()), int((y < x).sum())
+            told.append(f"{row.label}: {better} of {len(x)} clients better off, {worse} worse off")
         for axes in panels[len(pairs) :]:
             axes.set_visible(False)
     alt = "; ".join(told)
@@ -128,12 +130,14 @@ def traffic(comparison: Comparison) -> Picture | None:
         return None
     with drawing("vs-traffic", HALF) as (_, (axes,), out):
         for i, megabytes, accuracy in points:
-            axes.scatter([megabytes], [accuracy], s=46, color=look(i)[0], marker=shapes[shape[i]], zorder=3, linewidth=0)
-        axes.set_xlim(left=0)
+            marker = shapes[shape[i]]
+            axes.scatter([megabytes], [accuracy], s=46, color=look(i)[0], marker=marker, zorder=3, linewidth=0)
         axes.margins(0.12)
+        axes.set_xlim(0, 1.08 * max(megabytes for _, megabytes, _ in points) or 1)
         percent_axis(axes)
         axes.set_xlabel("MB sent in all, down and up")
         axes.grid()
     told = [f"{comparison.rows[i].label}: {percent(y)} for {x:,.1f} MB" for i, x, y in points]
     keys = tuple(Key(comparison.rows[i].label, look(i)[0], shape[i]) for i, *_ in points)
-    return Picture("Personal accuracy against traffic", out[0], "Finished rows only. Up and to the left is better.", "; ".join(told), keys)
+    caption = "Finished rows only. Up and to the left is better."
+    return Picture("Personal accuracy against traffic", out[0], caption, "; ".join(told), keys)

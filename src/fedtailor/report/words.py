@@ -10,6 +10,7 @@ from typing import Any
 from fedtailor.run.results import Results
 
 NONE = "–"
+SPACE = "\u00a0"  # a number and its unit stay on one line
 KIND_NAMES = {"personal": "Personal", "global": "Global", "new": "New clients"}
 KIND_WORDS = {
     "personal": "each client’s own network on that client’s data",
@@ -18,30 +19,66 @@ KIND_WORDS = {
 }
 
 DEFINITIONS = [
-    ("Personal accuracy", "The share of a client’s own samples that the network this client keeps classifies correctly. One "
-     "number per client; every client counts the same, however many samples it has. This is the headline."),
-    ("Global accuracy", "The same for the server’s one model, where the method has one. Every client is scored on its own data."),
-    ("New-client accuracy", "Personal accuracy of clients that were held out of training and joined afterwards, in the way the "
-     "method lets a new client join."),
-    ("Mean, std over clients", "Over all clients at the last round. The std divides by the number of clients (they are all there "
-     "are, not a sample of them). It tells how differently clients fare, not how sure the result is."),
-    ("Std over seeds", "The sample standard deviation (n − 1) of a row’s mean when only the seed changes. It tells how sure the "
-     "result is, and needs two runs or more."),
-    ("Worst decile", "The mean over the tenth of the clients that fare worst, rounded up to whole clients (at least one)."),
-    ("Split", "Train, val and test are separate within each client. Search, rewards and tuning read val; test is opened once, "
-     "after the last round. Curves over rounds are therefore validation curves."),
-    ("Last round", "All reported numbers come from the last round. A best round is never picked."),
-    ("Bytes down, bytes up", "What the server sent to clients and received from them, summed over all rounds and participants."),
-    ("Parameters, FLOPs", "Size of the networks that clients keep, and the floating-point operations of one forward pass for one "
-     "sample; mean over clients."),
-    ("Simulated time", "What the rounds would take on the fleet’s devices by the deterministic cost model. Rounds are "
-     "synchronous: each lasts as long as its slowest participant."),
-    ("Measured time", "What the run took on the machine that simulated it. It says nothing about real devices."),
-]  # fmt: skip
+    (
+        "Personal accuracy",
+        "The share of a client’s own samples that the network this client keeps classifies correctly. One number "
+        "per client; every client counts the same, however many samples it has. This is the headline.",
+    ),
+    (
+        "Global accuracy",
+        "The same for the server’s one model, where the method has one. Every client is scored on its own data.",
+    ),
+    (
+        "New-client accuracy",
+        "Personal accuracy of clients that were held out of training and joined afterwards, in the way the method "
+        "lets a new client join.",
+    ),
+    (
+        "Mean, std over clients",
+        "Over all clients at the last round. The std divides by the number of clients (they are all there are, "
+        "not a sample of them). It tells how differently clients fare, not how sure the result is.",
+    ),
+    (
+        "Std over seeds",
+        "The sample standard deviation (n − 1) of a row’s mean when only the seed changes. It tells how sure the "
+        "result is, and needs two runs or more.",
+    ),
+    (
+        "Worst decile",
+        "The mean over the tenth of the clients that fare worst, rounded up to whole clients (at least one).",
+    ),
+    (
+        "Split",
+        "Train, val and test are separate within each client. Search, rewards and tuning read val; test is opened "
+        "once, after the last round. Curves over rounds are therefore validation curves.",
+    ),
+    (
+        "Last round",
+        "All reported numbers come from the last round. A best round is never picked.",
+    ),
+    (
+        "Bytes down, bytes up",
+        "What the server sent to clients and received from them, summed over all rounds and participants.",
+    ),
+    (
+        "Parameters, FLOPs",
+        "Size of the networks that clients keep, and the floating-point operations of one forward pass for one "
+        "sample; mean over clients.",
+    ),
+    (
+        "Simulated time",
+        "What the rounds would take on the fleet’s devices by the deterministic cost model. Rounds are "
+        "synchronous: each lasts as long as its slowest participant.",
+    ),
+    (
+        "Measured time",
+        "What the run took on the machine that simulated it. It says nothing about real devices.",
+    ),
+]
 
 
 def percent(value: float | None, digits: int = 2) -> str:
-    return NONE if value is None or math.isnan(value) else f"{100 * value:.{digits}f} %"
+    return NONE if value is None or math.isnan(value) else f"{100 * value:.{digits}f}{SPACE}%"
 
 
 def _scaled(value: float | None, units: tuple[str, ...], step: float = 1000.0) -> str:
@@ -51,8 +88,8 @@ def _scaled(value: float | None, units: tuple[str, ...], step: float = 1000.0) -
     unit = 0
     while abs(value) >= step * 0.9995 and unit < len(units) - 1:
         value, unit = value / step, unit + 1
-    digits = 0 if unit == 0 and float(value).is_integer() or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    return f"{value:.{digits}f} {units[unit]}".strip()
+    digits = 0 if (unit == 0 and float(value).is_integer()) or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f}{SPACE}{units[unit]}".strip()
 
 
 def count(value: float | None) -> str:
@@ -96,9 +133,10 @@ def sentence(run: Results) -> str:
     personal, shared = run.spreads["personal"], run.spreads["global"]
     if personal is None:
         return f"{ran}; it has not been evaluated yet."
+    kind = "validation" if split == "val" else split
     when = "after the last round" if run.finished else f"so far, in round {at} of {run.rounds_planned},"
-    told = f"{ran}; {when} a client’s own network gets {percent(personal.mean, 1)} of its {split} samples right on average"
-    told += f" ({percent(personal.worst_decile, 1)} for the tenth of clients that fare worst)"
+    told = f"{ran}; {when} a client’s own network gets {percent(personal.mean, 1)} of its {kind} samples right"
+    told += f" on average ({percent(personal.worst_decile, 1)} for the tenth of clients that fare worst)"
     return f"{told}{f', the server’s one model {percent(shared.mean, 1)}' if shared else ''}."
 
 

@@ -1,7 +1,7 @@
 """Several runs in one table: last-round numbers only, and a flag on everything that makes the comparison unfair.
 
-Two spreads are kept apart everywhere: *std over clients* (how differently the clients of one run fare) and *std over seeds*
-(how much the result moves when only the seed changes).
+Two spreads are kept apart everywhere: *std over clients* (how differently the clients of one run fare) and *std over
+seeds* (how much the result moves when only the seed changes).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedtailor.errors import UserError
-from fedtailor.run.results import KINDS, MEASURED, Events, Results
+from fedtailor.run.columns import Events
+from fedtailor.run.results import KINDS, MEASURED, Results
 
 Order = Literal["personal", "given"]
 COSTS = ("personal_parameters", "personal_flops", "bytes_down", "bytes_up", "simulated_hours", "measured_seconds")
@@ -177,7 +178,7 @@ def _percent(number: Over | None, plain: bool = False) -> str:
 
 
 def compare(folders: Sequence[Path | Results], order: Order = "personal") -> Comparison:
-    """Read runs, join those that differ only in the seed, flag what is unfair; best personal accuracy first unless told."""
+    """Read runs, join those that differ only in the seed, flag what is unfair; by personal accuracy unless told."""
     if not folders:
         raise UserError("nothing to compare: give one or more run folders.")
     runs = [folder if isinstance(folder, Results) else Results.read(folder) for folder in folders]
@@ -264,11 +265,13 @@ def _unfair(groups: list[list[Results]], labels: list[str]) -> tuple[list[str], 
     words: list[str] = []
     flags: list[list[str]] = [[] for _ in groups]
     for name, of in FAIR.items():
-        values = [" + ".join(sorted({_short(of(run)) for run in group})) for group in groups]
+        values = [", ".join(sorted({_short(of(run)) for run in group})) for group in groups]
         usual = Counter(values).most_common(1)[0][0]
         if len(set(values)) > 1:
             who = {value: [label for label, v in zip(labels, values, strict=True) if v == value] for value in values}
-            told = "; ".join(f"{value}: {', '.join(rows)}" for value, rows in who.items())
+            told = "; ".join(
+                f"{', '.join(rows)} ha{'s' if len(rows) == 1 else 've'} {value}" for value, rows in who.items()
+            )
             words.append(f"not the same {name} in all rows ({told}).")
         for flag, value in zip(flags, values, strict=True):
             if value != usual:
@@ -297,13 +300,13 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         if a.config.get("seed") != b.config.get("seed") or differing([a, b]):
             continue
         if identical(a, b):
-            notes.append(f"{a.name} and {b.name} are identical, measured times aside: they count as one result, not two.")
+            notes.append(f"{a.name} and {b.name} are identical, measured times aside: one result, not two.")
         else:
             notes.append(f"{a.name} and {b.name} have the same settings and seed but not the same events.")
     for row in rows:
         partitions = {run.facts.get("partition_hash") for run in row.runs}
         if len(partitions) > 1:
-            notes.append(f"{row.label}: its seeds have {len(partitions)} partitions, so std over seeds includes the partition.")
+            notes.append(f"{row.label}: {len(partitions)} partitions, so its std over seeds includes the partition.")
     for key in ("fedtailor", "torch", "device"):
         found = sorted({str(run.facts.get(key)) for _, run in runs})
         if len(found) > 1:

@@ -5,9 +5,6 @@ Numbers come from the last round only. A run that did not finish gives validatio
 
 from __future__ import annotations
 
-import csv
-import io
-import itertools
 import json
 import tomllib
 from collections.abc import Callable, Sequence
@@ -17,24 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
 from fedtailor.errors import UserError
+from fedtailor.run.columns import SPLITS, Bools, Events, Floats, Ints, read_events
 
 FORMAT = 1
-HEADER = ["round", "client", "split", "metric", "value"]
-SPLITS = ("", "train", "val", "test")
-SERVER = -1  # the client number of server-wide rows, whose client field is empty
-TEXTS = frozenset({"arch", "personal_arch"})  # metrics whose value is text: '3' is then an arch, not a number
 MEASURED = frozenset({"measured_seconds"})  # the only metric that may differ between two equal runs
 KINDS = {"personal": "personal_accuracy", "global": "global_accuracy", "new": "new_accuracy"}
-CHUNK = 1 << 16
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 
 class Spread(NamedTuple):
@@ -71,131 +59,6 @@ def spread(values: Sequence[float] | Floats) -> Spread | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Events:
-    """events.csv as columns. `text` points into `texts` for text metrics (and is -1 elsewhere, where `value` counts)."""
-
-    round: Ints
-    client: Ints
-    split: Ints
-    metric: Ints
-    value: Floats
-    text: Ints
-    metrics: tuple[str, ...]
-    texts: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.round)
-
-    def where(self, metric: str, split: str | None = None, round: int | None = None) -> Bools:
-        """The rows of one metric, where asked of one split or one round."""
-        if metric not in self.metrics:
-            return np.zeros(len(self), dtype=bool)
-        rows = self.metric == self.metrics.index(metric)
-        if split is not None:
-            rows &= self.split == SPLITS.index(split)
-        if round is not None:
-            rows &= self.round == round
-        return rows
-
-
-class _Codes(dict[str, int]):
-    """Text to number, worked out once per distinct text: a column holds few of them, however long it is."""
-
-    def __init__(self, make: Callable[[str], int] | None = None):
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, key: str) -> int:
-        code = self[key] = len(self) if self._make is None else self._make(key)
-        return code
-
-
-def read_events(path: Path, names: Sequence[str] = ()) -> Events:
-    """Read events.csv. A torn last line is ignored; of rows with one key (a round redone after a crash) the last counts."""
-    data = path.read_bytes()
-    data = data[: data.rfind(b"\n") + 1]  # a complete line ends with a newline, whatever follows was cut off while writing
-    reader = csv.reader(io.StringIO(data.decode("utf-8", errors="replace"), newline=""))
-    if next(reader, None) != HEADER:
-        raise UserError(f"{path} is not an event table: its first line should be '{','.join(HEADER)}'.")
-
-    numbers = {name: i for i, name in reversed(list(enumerate(names)))}
-
-    def client_number(field: str) -> int:
-        if field == "":
-            return SERVER
-        return numbers[field] if field in numbers and not field.isdecimal() else int(field)
-
-    rounds, clients, splits = _Codes(int), _Codes(client_number), _Codes(SPLITS.index)
-    metrics, texts = _Codes(), _Codes()
-    parts: list[tuple[Any, ...]] = []
-    for first in itertools.count(2, CHUNK):
-        rows = list(itertools.islice(reader, CHUNK))
-        if not rows:
-            break
-        try:
-            parts.append(_columns(rows, rounds, clients, splits, metrics, texts))
-        except (ValueError, KeyError):
-            line = first + _damaged(rows, client_number)
-            raise UserError(
-                f"{path} is damaged near line {line}: expected '{','.join(HEADER)}' with numbers in it. Restore the file, or "
-                "resume the run from its last checkpoint in a fresh copy of the folder."
-            ) from None
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.zeros(0, np.int64)] * 6
-    round, client, split, metric, text = (column.astype(np.int64) for column in (*columns[:4], columns[5]))
-    keep = _last_of_each(round, client, split, metric)
-    return Events(
-        round[keep],
-        client[keep],
-        split[keep],
-        metric[keep],
-        columns[4].astype(np.float64)[keep],
-        text[keep],
-        tuple(metrics),
-        tuple(texts),
-    )
-
-
-def _columns(
-    rows: list[list[str]], rounds: _Codes, clients: _Codes, splits: _Codes, metrics: _Codes, texts: _Codes
-) -> tuple[Any, ...]:
-    round, client, split, metric, value = zip(*rows, strict=True)
-    if TEXTS.isdisjoint(metric):
-        numbers, text = np.array(list(map(float, value))), np.full(len(rows), -1)
-    else:
-        told = [name in TEXTS for name in metric]
-        numbers = np.array([np.nan if t else float(v) for v, t in zip(value, told, strict=True)])
-        text = np.array([texts[v] if t else -1 for v, t in zip(value, told, strict=True)])
-    return (
-        np.array([rounds[r] for r in round]),
-        np.array([clients[c] for c in client]),
-        np.array([splits[s] for s in split]),
-        np.array([metrics[m] for m in metric]),
-        numbers,
-        text,
-    )
-
-
-def _damaged(rows: list[list[str]], client_number: Callable[[str], int]) -> int:
-    """The offset of the first row that cannot be read."""
-    for i, row in enumerate(rows):
-        try:
-            _columns([row], _Codes(int), _Codes(client_number), _Codes(SPLITS.index), _Codes(), _Codes())
-        except (ValueError, KeyError):
-            return i
-    return 0
-
-
-def _last_of_each(round: Ints, client: Ints, split: Ints, metric: Ints) -> Ints:
-    """The rows to keep, in file order: for each (round, client, split, metric) the one written last."""
-    if not len(round):
-        return np.zeros(0, np.int64)
-    key = round * (client.max() + 2) + client + 1
-    key = (key * len(SPLITS) + split) * (metric.max() + 1) + metric
-    kept = np.unique(key[::-1], return_index=True)[1]
-    return np.sort(len(key) - 1 - kept)
-
-
-@dataclass(frozen=True, eq=False)
 class Results:
     """One run, read from its folder."""
 
@@ -211,7 +74,9 @@ class Results:
         _check_folder(folder)
         facts = _parse(folder / "run.json", json.loads)
         if not isinstance(facts, dict) or "format" not in facts:
-            raise UserError(f"{folder / 'run.json'} was not written by fedtailor. Give a folder that `fedtailor run` wrote.")
+            raise UserError(
+                f"{folder / 'run.json'} was not written by fedtailor. Give a folder that `fedtailor run` wrote."
+            )
         if facts["format"] != FORMAT:
             raise UserError(
                 f"{folder} has run format {facts['format']}, this fedtailor reads format {FORMAT}. "
@@ -233,7 +98,9 @@ class Results:
 
     @property
     def rounds_done(self) -> int:
-        return int(self.facts.get("rounds_done") or 0)
+        """The last whole round; run.json of an unfinished run may lag behind its events."""
+        told, events = int(self.facts.get("rounds_done") or 0), self.events
+        return told if self.finished or not len(events) else max(told, int(events.round.max()))
 
     @property
     def rounds_planned(self) -> int:
@@ -309,15 +176,17 @@ class Results:
         if not self.finished:
             status = self.facts.get("status", "unknown")
             found.append(
-                f"UNFINISHED RUN: {self.rounds_done} of {self.rounds_planned} rounds done (status: {status}). Numbers are "
-                f"validation numbers of round {at}, not results. Resume the run to get test numbers."
+                f"UNFINISHED RUN: {self.rounds_done} of {self.rounds_planned} rounds done (status: {status}). Numbers "
+                f"are validation numbers of round {at}, not results. For test numbers: fedtailor resume {self.folder}"
             )
         elif split != "test":
             found.append(f"NO TEST NUMBERS in round {at} although the run is done; the numbers are validation numbers.")
         for kind, metric in KINDS.items():
             missing = sum(np.isnan(v) for v in self.per_client(metric, split, at).values())
             if missing:
-                found.append(f"{missing} client(s) have no {kind} accuracy (nan, no {split} data) and are left out of it.")
+                found.append(
+                    f"{missing} client(s) have no {kind} accuracy (nan, no {split} data) and are left out of it."
+                )
         return found
 
     @cached_property
@@ -397,11 +266,13 @@ def _check_folder(folder: Path) -> None:
     if "run.json" in missing:
         inner = sorted(path.parent for path in folder.glob("*/run.json"))
         hint = f" It holds runs, though: {', '.join(map(str, inner[:3]))}." if inner else ""
-        raise UserError(f"{folder} is not a run folder: it has no run.json.{hint} Give a folder that `fedtailor run` wrote.")
+        raise UserError(
+            f"{folder} is not a run folder: it has no run.json.{hint} Give a folder that `fedtailor run` wrote."
+        )
     if missing:
         raise UserError(
-            f"{folder} is a run folder without {' and '.join(missing)}. If the run has just started, wait for its first "
-            "round; otherwise restore the file or run it again."
+            f"{folder} is a run folder without {' and '.join(missing)}. If the run has just started, wait for its "
+            "first round; otherwise restore the file or run it again."
         )
 
 

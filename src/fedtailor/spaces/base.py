@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..seeds import Key, torch_seed
-from .measure import Cost, Piece, count, tensors_of
+from .measure import Cost, Piece, count, tensors_of, total
 
 Arch = tuple[int, ...]
 Weights = dict[str, Tensor]
@@ -136,28 +137,21 @@ class Space(ABC):
         arch: every step redraws one dimension among its fitting options, whose limit is the same distribution.
         """
         p = probabilities or [np.full(len(d.options), 1 / len(d.options)) for d in self.dimensions]
-
-        def draw(i: int, among: Sequence[int] | None = None) -> int:
-            weights = p[i] if among is None else p[i][list(among)]
-            total = weights.sum()
-            if total <= 0:
-                weights, total = np.ones_like(weights), len(weights)
-            at = int(np.searchsorted(np.cumsum(weights), rng.random() * total, side="right"))
-            at = min(at, len(weights) - 1)
-            return at if among is None else among[at]
-
+        wheels = [_wheel(weights) for weights in p]
         for _ in range(300):
-            arch = tuple(draw(i) for i in range(len(self.dimensions)))
+            arch = tuple(map(_spin, wheels, rng.random(len(wheels)).tolist()))
             if fits is None or fits(arch):
                 return arch
+        assert fits is not None
         if not fits(self.smallest):
             raise UserError(f"no arch of '{self.name}' fits: the smallest, {self.smallest}, does not.")
-        current = list(self.smallest)
+        current = self.smallest
         for _ in range(30):
             for i in rng.permutation(len(current)):
-                rest = [tuple(current[:i] + [k] + current[i + 1 :]) for k in range(len(self.dimensions[i].options))]
-                current[i] = draw(int(i), [k for k, arch in enumerate(rest) if fits(arch)])
-        return tuple(current)
+                all_options = [(*current[:i], k, *current[i + 1 :]) for k in range(len(self.dimensions[i].options))]
+                fitting = [arch for arch in all_options if fits(arch)]
+                current = fitting[_spin(_wheel(p[i][[arch[i] for arch in fitting]]), rng.random())]
+        return current
 
     def to_json(self, arch: Arch) -> str:
         return json.dumps({"space": self.name, "arch": list(self.check(arch)), "options": self.options(arch)})
@@ -185,46 +179,78 @@ class Space(ABC):
         with torch.device("meta"):
             return {n: tuple(t.shape) for n, t in tensors_of(self.supernet()).items()}
 
+    @cached_property
+    def _indices(self) -> dict[Arch, dict[str, Index]]:
+        return {}
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, int], tuple[Piece, dict[str, Index]]]:
+        return {}
+
     def index(self, arch: Arch) -> Mapping[str, Index]:
-        """Where each tensor of the arch lies in the supernet: leading channels, centred kernels."""
-        cache: dict[Arch, dict[str, Index]] = self.__dict__.setdefault("_indices", {})
-        if arch not in cache:
-            if len(cache) >= 4096:
-                cache.clear()
-            cache[arch] = {
-                name: tuple(_axis(axis, full, part) for axis, (full, part) in enumerate(zip(whole, shape, strict=True)))
-                for name, shape, whole in self._placed(arch)
-            }
-        return cache[arch]
+        """Where each tensor of the arch lies in the supernet: leading channels, centred kernels.
+
+        Slices of trailing axes that are taken whole are left out: a tensor taken whole has the empty tuple.
+        """
+        found = self._indices.get(arch)
+        if found is None:
+            found = {}
+            for prefix, piece in self.pieces(self.check(arch)).items():
+                found |= self._placed(prefix, piece)
+            if len(self._indices) >= 256:
+                self._indices.clear()
+            self._indices[arch] = found
+        return found
 
     def cut(self, weights: Weights, arch: Arch) -> Weights:
         """The arch's own copy of its entries of the supernet (differentiable)."""
-        missing = self.index(arch).keys() - weights.keys()
-        if missing:
-            raise UserError(f"these are not weights of '{self.name}': '{sorted(missing)[0]}' is missing.")
-        return {name: weights[name][at].clone() for name, at in self.index(arch).items()}
+        found: Weights = {}
+        shapes = self.full_shapes
+        for name, at in self.index(arch).items():
+            tensor = weights.get(name)
+            if tensor is None or tensor.shape != shapes[name]:
+                has = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}, not {shapes[name]}"
+                raise UserError(f"these are not weights of '{self.name}': '{name}' {has}.")
+            found[name] = (tensor[at] if at else tensor).clone()
+        return found
 
     def cost(self, arch: Arch) -> Cost:
         """What the arch costs, from its counted pieces."""
-        return sum((p.cost for p in self.pieces(arch).values()), Cost())
+        return total(p.cost for p in self.pieces(arch).values())
+
+    @cached_property
+    def _wholes(self) -> dict[Arch, Piece]:
+        return {}
 
     def _whole(self, arch: Arch) -> Piece:
-        cache: dict[Arch, Piece] = self.__dict__.setdefault("_pieces", {})
-        if arch not in cache:
-            cache[arch] = count(lambda: self.build(arch), [self.input])
-        return cache[arch]
+        found = self._wholes.get(arch)
+        if found is None:
+            found = self._wholes[arch] = count(lambda: self.build(arch), [self.input])
+        return found
 
-    def _placed(self, arch: Arch) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        for prefix, piece in self.pieces(self.check(arch)).items():
-            for name, shape in piece.shapes:
-                full_name = f"{prefix}.{name}" if prefix else name
-                whole = self.full_shapes.get(full_name)
-                if whole is None or len(whole) != len(shape) or any(s > w for s, w in zip(shape, whole, strict=True)):
-                    raise UserError(
-                        f"space '{self.name}', arch {arch}: tensor '{full_name}' {shape} is not inside the supernet's "
-                        f"{whole}. A sub-network keeps the supernet's names and takes leading entries of its tensors."
-                    )
-                yield full_name, shape, whole
+    def _placed(self, prefix: str, piece: Piece) -> dict[str, Index]:
+        """Where a piece's tensors lie. Archs share most of their pieces, so this is remembered by piece.
+
+        A piece is known by its identity, which holds because the entry keeps it alive.
+        """
+        known = self._places.get((prefix, id(piece)))
+        if known is not None:
+            return known[1]
+        found: dict[str, Index] = {}
+        for name, shape in piece.shapes:
+            full_name = f"{prefix}.{name}" if prefix else name
+            whole = self.full_shapes.get(full_name)
+            if whole is None or len(whole) != len(shape) or any(s > w for s, w in zip(shape, whole, strict=True)):
+                raise UserError(
+                    f"space '{self.name}': tensor '{full_name}' {shape} is not inside the supernet's {whole}. "
+                    f"A sub-network keeps the supernet's names and takes leading entries of its tensors."
+                )
+            found[full_name] = _slices(whole, shape)
+        if len(self._places) >= 4096:
+            self._places.clear()
+        if prefix:  # a network that is one piece is remembered by arch already
+            self._places[prefix, id(piece)] = piece, found
+        return found
 
 
 def counted(block: Block, *inputs: tuple[int, ...]) -> Piece:
@@ -232,13 +258,33 @@ def counted(block: Block, *inputs: tuple[int, ...]) -> Piece:
     return _counted(block, inputs)
 
 
-def _axis(axis: int, full: int, part: int) -> slice:
-    if part == full:
-        return slice(None)
-    start = (full - part) // 2 if axis >= 2 else 0  # axes 2 and 3 are a kernel's height and width
-    return slice(start, start + part)
+@lru_cache(maxsize=10_000)
+def _slices(whole: tuple[int, ...], shape: tuple[int, ...]) -> Index:
+    """The part of this shape: the front of axes 0 and 1, the centre of a kernel's height and width after them."""
+    found: list[slice] = []
+    for axis, (full, part) in enumerate(zip(whole, shape, strict=True)):
+        start = (full - part) // 2 if axis >= 2 else 0
+        found.append(slice(start, start + part))
+    while found and shape[len(found) - 1] == whole[len(found) - 1]:
+        found.pop()
+    return tuple(found)
 
 
+def _wheel(weights: np.ndarray) -> tuple[list[float], float]:
+    """Cumulated weights and their sum; all options weigh the same where none weighs anything."""
+    total = weights.sum()
+    if total <= 0:
+        weights, total = np.ones_like(weights), len(weights)
+    return np.cumsum(weights).tolist(), float(total)
+
+
+def _spin(wheel: tuple[list[float], float], at: float) -> int:
+    """The option at a point in [0, 1)."""
+    ends, total = wheel
+    return min(bisect_right(ends, at * total), len(ends) - 1)
+
+
+@torch.no_grad()
 def paste(
     space: Space, weights: Weights, parts: Sequence[tuple[Weights, Arch, float]], keys: Sequence[str] | None = None
 ) -> Weights:
@@ -249,33 +295,47 @@ def paste(
     differences, new = old + sum(mass * (part - old)) / sum(mass). A part may leave out tensors (`keys` limits them
     too), and then does not own them.
     """
-    change: dict[str, Tensor] = {}
-    mass: dict[str, Tensor | float] = {}
+    change: Weights = {}
+    owners: dict[str, list[tuple[Index, float]]] = {}
     wanted = None if keys is None else set(keys)
-    for part, arch, weight in parts:
+    for part, arch, mass in parts:
         index = space.index(arch)
-        for name, value in part.items():
-            if wanted is not None and name not in wanted:
-                continue
-            old, at = weights[name], index[name]
-            whole = all(s == slice(None) for s in at)
+        names = [name for name in part if wanted is None or name in wanted]
+        for name in names:
+            if name not in index:
+                raise UserError(f"a part of '{space.name}' with arch {arch} has no tensor '{name}'.")
             if name not in change:
-                change[name] = torch.zeros_like(old)
-                mass[name] = 0.0
-            if whole:
-                change[name].add_(value - old, alpha=weight)
-                mass[name] = mass[name] + weight
-            else:
-                seen = mass[name]
-                if isinstance(seen, float):
-                    seen = mass[name] = torch.full_like(old, seen)
-                change[name][at].add_(value - old[at], alpha=weight)
-                seen[at] += weight
+                # -0.0 leaves every number as it is when added, +0.0 would turn -0.0 into itself
+                change[name], owners[name] = torch.full_like(weights[name], -0.0), []
+            owners[name].append((index[name], float(mass)))
+        old = [_at(weights[name], index[name]) for name in names]
+        for name, was in zip(names, old, strict=True):
+            if part[name].shape != was.shape:
+                shapes = f"{tuple(part[name].shape)}, not {tuple(was.shape)}"
+                raise UserError(f"a part of '{space.name}' with arch {arch}: '{name}' has shape {shapes}.")
+        # old - part times -mass rather than part - old times mass: where they are equal this is -0.0 again
+        moved = torch._foreach_sub(old, [part[name] for name in names])  # type: ignore
+        torch._foreach_add_([_at(change[name], index[name]) for name in names], moved, alpha=-mass)  # type: ignore
     merged = dict(weights)
-    for name, total in change.items():
-        seen = mass[name]
-        if isinstance(seen, float):
-            merged[name] = weights[name] + total / seen if seen else weights[name]
-        else:
-            merged[name] = weights[name] + total / torch.where(seen > 0, seen, torch.ones_like(seen))
+    masses: dict[tuple[object, ...], Tensor | float] = {}
+    for name, summed in change.items():
+        key = (weights[name].shape, *((id(at), mass) for at, mass in owners[name]))  # a layer's tensors share theirs
+        if key not in masses:
+            masses[key] = _mass(weights[name], owners[name])
+        merged[name] = summed.div_(masses[key]).add_(weights[name])
     return merged
+
+
+def _at(tensor: Tensor, at: Index) -> Tensor:
+    return tensor[at] if at else tensor
+
+
+def _mass(like: Tensor, owners: Sequence[tuple[Index, float]]) -> Tensor | float:
+    """The owners' summed mass for each entry; where there is none, a number that can be divided by."""
+    tiny = torch.finfo(like.dtype).tiny  # lost when a mass is added to it
+    if all(s == slice(None) for at, _ in owners for s in at):
+        return sum(mass for _, mass in owners) or tiny
+    found = torch.full_like(like, tiny)
+    for at, mass in owners:
+        found[at] += mass
+    return found

@@ -147,7 +147,7 @@ class Operation(Block):
     """A candidate operation by description; `none` has no module and therefore no block.
 
     `affine` tells a derived network from a search network. The latter has no affine parameters in its cells and a norm
-    after each pool; the former has them, and bare pools (with these rules DARTS' published networks count exactly).
+    after each pool; the former has them, and bare pools, as in DARTS' evaluation network.
     """
 
     name: str

@@ -73,8 +73,8 @@ def _tail(name: str, length: int) -> str:
 def _count(number: float) -> str:
     """Three digits and a unit: 1.93 M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}" if number / size < 999.5 else f"{number / size:.0f} {unit}"
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}"
     return f"{number:g}"
 
 
@@ -107,9 +107,7 @@ def chain_svg(space: Space, arch: Arch) -> str:
     left, top = (WIDTH - columns * slot) / 2, 78.0
     parts = [
         _text(left, 32, space.name, 18, bold=True),
-        _text(
-            left, 54, f"{_count(cost.parameters)} parameters, {cost.flops / 1e6:,.4g} MFLOPs for one image", 13, SOFT
-        ),
+        _text(left, 54, f"{_count(cost.parameters)} parameters, {cost.flops / 1e6:,.4g} MFLOPs per image", 13, SOFT),
         _text(WIDTH - left, 54, "taller: more pixels · wider: more channels · darker: more FLOPs", 12, SOFT, "end"),
     ]
     for i, (step, (width, height)) in enumerate(zip(steps, sizes, strict=True)):
@@ -240,8 +238,7 @@ def cell_svg(edges: Sequence[Edge], title: str = "Cell") -> str:
 
 
 def _cell(title: str, edges: Sequence[Edge], top: float) -> list[str]:
-    nodes = max((target for _, target, _ in edges), default=2)
-    nodes = max(nodes, 5)
+    nodes = max([5, *(target for _, target, _ in edges)])
     middle = top + HEIGHT / 2 + 8
     first, last = 272.0, 742.0
     step = (last - first) / (nodes - 2)
@@ -253,10 +250,11 @@ def _cell(title: str, edges: Sequence[Edge], top: float) -> list[str]:
     together: dict[tuple[int, int], list[str]] = {}
     for source, target, op in edges:
         together.setdefault((source, target), []).append(op)
+    amount = f"{len(together)} edges" + (f", {len(edges)} operations" if len(edges) > len(together) else "")
     curves = {pair: _route(*pair, place, half) for pair in together}
     parts = [
         _text(24, top + 22, title, 16, bold=True),
-        _text(WIDTH - 24, top + 22, f"{len(together)} edges, {len(edges)} operations", 12, SOFT, "end"),
+        _text(WIDTH - 24, top + 22, amount, 12, SOFT, "end"),
     ]
     for n in range(2, nodes + 1):  # every node goes to the output: thin, below everything
         (x, y), drop = place[n], 150 + 8 * (nodes - n)
@@ -274,10 +272,9 @@ def _cell(title: str, edges: Sequence[Edge], top: float) -> list[str]:
     for n, (x, y) in place.items():
         (w, h), fed = half[n], n < 2 or any(target == n for _, target in together)
         extra = "" if fed else ' stroke-dasharray="3 3"'
-        parts.append(
-            _box(x - w, y - h, 2 * w, 2 * h, "#e8f0f9" if n < 2 else "#ffffff", INK, extra + ' stroke-width="1.3"')
-        )
-        label = ("cell k−2", "cell k−1")[n] if n < 2 else str(n - 2) if fed else "0"
+        fill = "#e8f0f9" if n < 2 else "#ffffff"
+        parts.append(_box(x - w, y - h, 2 * w, 2 * h, fill, INK, extra + ' stroke-width="1.3"'))
+        label = ("cell k−2", "cell k−1")[n] if n < 2 else str(n - 2) if fed else "zero"
         parts.append(_text(x, y + 4.5, label, 13, anchor="middle", bold=n >= 2))
     parts.append(_box(out[0] - 34, out[1] - 18, 68, 36, "#e8f0f9", INK, ' stroke-width="1.3"'))
     parts.append(_text(out[0], out[1] + 4.5, "concat", 13, anchor="middle"))

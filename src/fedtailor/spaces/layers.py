@@ -79,7 +79,14 @@ class ConvNorm(nn.Sequential):
     """Convolution, normalisation and, unless `act` is empty, an activation. Padding keeps the size at stride 1."""
 
     def __init__(
-        self, cin: int, cout: int, kernel: int, stride: int = 1, groups: int = 1, act: str = "relu", norm: Norm = "batch"
+        self,
+        cin: int,
+        cout: int,
+        kernel: int,
+        stride: int = 1,
+        groups: int = 1,
+        act: str = "relu",
+        norm: Norm = "batch",
     ) -> None:
         layers: list[tuple[str, nn.Module]] = [
             ("conv", nn.Conv2d(cin, cout, kernel, stride, kernel // 2, groups=groups, bias=False)),
@@ -115,8 +122,8 @@ class HeadBlock(Block):
 
 
 class _Head(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.mean((2, 3)), self.weight, self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.mean((2, 3)), self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -151,8 +158,8 @@ class SqueezeExcite(nn.Module):
 class InvertedResidual(nn.Module):
     """1x1 expansion, depthwise convolution, gates, 1x1 projection (Sandler et al. 2018; gates: Howard et al. 2019).
 
-    `hidden` equal to `cin` leaves the expansion out, as both papers do; `squeezed` = 0 leaves the gates out. The shortcut
-    is the caller's to ask for: a space must not let it depend on whether two elastic widths happen to be equal.
+    `hidden` equal to `cin` leaves the expansion out, as both papers do; `squeezed` = 0 leaves the gates out. The
+    shortcut is the caller's to ask for: in a space it must not depend on whether two elastic widths happen to be equal.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from ..errors import UserError, unknown
 from ..registry import register
 from .base import Arch, Dimension, Space, counted
 from .layers import Chain, ConvBlock, HeadBlock, InvertedResidual, Norm, Stem, divisible, small_strides
-from .measure import Cost, Piece, total
+from .measure import FLOAT_BYTES, Cost, Piece, total
 
 ACT = "relu6"
 STEM, FEATURES, EXPAND = 32, 1280, 6
@@ -78,8 +78,12 @@ class MobileNetV2(Space):
 
     # widths -----------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def dimensions(self) -> tuple[Dimension, ...]:
+        return self._dimensions
+
+    @cached_property
+    def _dimensions(self) -> tuple[Dimension, ...]:
         names = ["stem"]
         for s, (_, blocks, _) in enumerate(STAGES, 1):
             names.append(f"stage{s}")
@@ -164,13 +168,43 @@ class MobileNetV2(Space):
         return {}  # at most about 8,000 layers
 
     def _layer(self, kind: str, cin: int, cout: int, stride: int, shape: tuple[int, ...]) -> Piece:
+        """One convolution with its norm and activation, from the counts of its four narrowest forms.
+
+        All it costs, but for the peak, is linear in each of its widths, so the counts at 8 and 16 channels on both
+        sides give every other exactly (tested). Counting each of the thousands of layers would take a minute.
+        """
         key = kind, cin, cout, stride, shape
         found = self._memo.get(key)
         if found is None:
-            depthwise, act = kind == "depthwise", "" if kind == "project" else ACT
-            block = ConvBlock(cin, cout, 3 if depthwise else 1, stride, cin if depthwise else 1, act, self.norm)
-            found = self._memo[key] = counted(block, shape)
+            low, down, up, high = (self._corner(kind, i, j, stride, shape) for i in (8, 16) for j in (8, 16))
+            x, y = cin // 8 - 1, cout // 8 - 1
+            if kind == "depthwise":  # one width
+                up, y = high, 0
+
+            def at_widths(field: str) -> int:
+                a, b, c, d = (getattr(piece.cost, field) for piece in (low, down, up, high))
+                return a + x * (c - a) + y * (b - a) + x * y * (d - c - b + a)
+
+            size = low.outputs[0][1:]
+            inside, outside = cin * shape[1] * shape[2], cout * size[0] * size[1]
+            cost = Cost(
+                at_widths("parameters"),
+                at_widths("buffers"),
+                at_widths("flops"),
+                at_widths("activations"),
+                FLOAT_BYTES * (outside + max(inside, outside)),  # of the convolution, or of its norm
+            )
+            shapes = tuple(
+                (name, (cout, form[1] if kind == "depthwise" else cin, *form[2:]) if len(form) == 4 else (cout,))
+                for name, form in low.shapes
+            )
+            found = self._memo[key] = Piece(cost, shapes, ((cout, *size),))
         return found
+
+    def _corner(self, kind: str, cin: int, cout: int, stride: int, shape: tuple[int, ...]) -> Piece:
+        depthwise, act = kind == "depthwise", "" if kind == "project" else ACT
+        cin, groups = (cout, cout) if depthwise else (cin, 1)
+        return counted(ConvBlock(cin, cout, 3 if depthwise else 1, stride, groups, act, self.norm), (cin, *shape[1:]))
 
     def _layers(self, arch: Arch) -> Iterator[tuple[str, Piece]]:
         """The counted layers. Not whole blocks: with three widths each these would be hundreds of thousands."""

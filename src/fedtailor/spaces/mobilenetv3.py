@@ -116,8 +116,12 @@ class MobileNetV3(Space):
 
     # what there is to choose ------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def dimensions(self) -> tuple[Dimension, ...]:
+        return self._dimensions
+
+    @cached_property
+    def _dimensions(self) -> tuple[Dimension, ...]:
         return (
             *([Dimension("resolution", self.resolutions)] if len(self.resolutions) > 1 else []),
             *(

@@ -1,12 +1,14 @@
 """A space of hybrid networks, convolution stages first and attention stages after, in the spirit of NASViT.
 
-NASViT (Gong et al., ICLR 2022, "NASViT: Neural Architecture Search for Efficient Vision Transformers") is the transformer
-space of PerFedRLNAS. This is our own code, written from the two papers' tables. Two scales:
+NASViT (Gong et al., ICLR 2022) is the transformer space of PerFedRLNAS. This is our own code, written from the two
+papers' tables. Two scales:
 
-- `large`: NASViT's table for images of 224 pixels: seven stages of inverted residuals, from the fourth on only the first
-  block of a stage is one and the rest are transformer blocks; heads of 8 channels, values four times as wide.
-- `small`: the same idea for images of 8 to 64 pixels: two convolution and two attention stages, 0.3 to 2.3 M parameters;
-  the number of heads and the MLP's ratio are choices of their own. No stage shrinks the map below 4 x 4.
+- `large`: NASViT's table for images of 224 pixels, 4.8e10 archs with its four resolutions. From the fourth stage on
+  only a stage's first block is an inverted residual and the rest are transformer blocks, with heads of 8 channels and
+  values four times as wide. 8 to 17 M parameters, 178 to 1706 M multiply-adds (PerFedRLNAS quotes 159 to 1294 M).
+- `small`: the same idea for images of 8 to 64 pixels: two convolution and two attention stages. The number of heads and
+  the MLP's ratio are choices of their own. No stage shrinks the map below 4 x 4. On 32 x 32, 0.3 to 2.3 M parameters
+  and 12 to 90 M multiply-adds.
 
 A stage's choices hold for all its blocks, as in NASViT: width, depth (its first blocks), kernel, expansion of its
 inverted residuals, heads and MLP ratio. With `resolutions` the input is resized inside the network, to a size that is
@@ -38,10 +40,11 @@ from ..errors import UserError, unknown
 from ..registry import register
 from .base import Arch, Block, Dimension, Space, counted
 from .layers import Chain, ConvBlock, HeadBlock, Norm
-from .measure import Cost, Piece
+from .measure import Cost, Piece, total
 from .vit_blocks import LastBlock, MBConv, ResizeBlock, TransformerBlock
 
 SCALES = ("auto", "small", "large")
+NORMS = ("batch", "group")
 SMALL_SIDE = 64  # "auto" takes the small scale up to this many pixels a side
 ACT = "swish"
 
@@ -119,7 +122,7 @@ class _Part(NamedTuple):
 
     def settings(self, arch: Arch) -> dict[str, int]:
         at = iter(arch[self.start : self.stop])
-        return {f: options[next(at)] if len(options) > 1 else options[0] for f, options in self.fields.items()}
+        return {f: options[next(at) if len(options) > 1 else 0] for f, options in self.fields.items()}
 
 
 class _Counted(NamedTuple):
@@ -141,6 +144,8 @@ class ViT(Space):
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise unknown("scale of space 'vit'", self.scale, SCALES)
+        if self.norm not in NORMS:
+            raise unknown("norm of space 'vit'", self.norm, NORMS)
         if any(r < 8 for r in self.resolutions):
             raise UserError(f"space 'vit': resolutions must be at least 8 pixels, not {list(self.resolutions)}.")
         object.__setattr__(self, "resolutions", tuple(sorted(set(self.resolutions))))
@@ -174,7 +179,7 @@ class ViT(Space):
     def _parts(self) -> tuple[_Part, ...]:
         fields: list[tuple[str, dict[str, tuple[int, ...]]]] = [("stem", {"width": self.plan.stem})]
         if self.resolutions:
-            fields.insert(0, ("input", {"resolution": self.resolutions}))
+            fields.insert(0, ("resolution", {"": self.resolutions}))
         for i, stage in enumerate(self.plan.stages):
             named = ("width", "depth", "kernel", "expand", "heads", "mlp")
             fields.append((f"stage{i + 1}", {f: getattr(stage, f) for f in named if getattr(stage, f)}))
@@ -190,7 +195,7 @@ class ViT(Space):
     @cached_property
     def dimensions(self) -> tuple[Dimension, ...]:
         return tuple(
-            Dimension(f"{part.name}.{field}", options)
+            Dimension(f"{part.name}.{field}".rstrip("."), options)
             for part in self._parts
             for field, options in part.fields.items()
             if len(options) > 1
@@ -201,8 +206,8 @@ class ViT(Space):
     def _blocks(self, part: _Part, arch: Arch, shape: Shape) -> Iterator[tuple[str, Block]]:
         """The blocks of one part on an input of this shape, by the names they have in the network."""
         chosen, plan, cin = part.settings(arch), self.plan, shape[0]
-        if part.name == "input":
-            yield "body.input", ResizeBlock(self._size(chosen["resolution"]))
+        if part.name == "resolution":
+            yield "body.resize", ResizeBlock(self._size(chosen[""]))
         elif part.name == "stem":
             yield "body.stem", ConvBlock(cin, chosen["width"], 3, self.strides[0], act=ACT, norm=self.norm)
         elif part.name == "last" and plan.widen:
@@ -245,7 +250,7 @@ class ViT(Space):
                 for name, block in blocks.items():
                     pieces[name] = piece = counted(block, out)
                     out = piece.outputs[0]
-                found = memo[key] = _Counted(blocks, pieces, sum((p.cost for p in pieces.values()), Cost()), out)
+                found = memo[key] = _Counted(blocks, pieces, total(p.cost for p in pieces.values()), out)
             yield found
             shape = found.shape
 
@@ -273,18 +278,15 @@ class ViT(Space):
         return found
 
     def cost(self, arch: Arch) -> Cost:
-        total = Cost()
-        for part in self._walk(self.check(arch)):
-            total = total + part.cost
-        return total
+        return total(part.cost for part in self._walk(self.check(arch)))
 
     def describe(self, arch: Arch) -> str:
         """Part by part: width x depth, then kernel, expansion, heads and MLP ratio by their first letters."""
         arch, words = self.check(arch), []
         for part in self._parts:
             chosen = part.settings(arch)
-            if part.name == "input":
-                words.append(f"{chosen['resolution']} px")
+            if part.name == "resolution":
+                words.append(f"{chosen['']} px")
             elif "depth" in chosen:
                 rest = " ".join(f"{f[0]}{chosen[f]}" for f in ("kernel", "expand", "heads", "mlp") if chosen.get(f))
                 words.append(f"{part.name} {chosen['width']}x{chosen['depth']} {rest}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .base import Block
 from .layers import ConvNorm, InvertedResidual, Norm, activation, divisible
 
-RESIDUAL_SCALE = 0.1  # CaiT (Touvron et al. 2021) for networks of up to 18 blocks; NASViT starts its deeper ones at 1e-4
+RESIDUAL_SCALE = 0.1  # CaiT (Touvron et al. 2021) for networks of up to 18 blocks; NASViT has 1e-4
 
 
 def relative_bias(table: Tensor) -> Tensor:

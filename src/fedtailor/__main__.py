@@ -1,0 +1,5 @@
+"""`python -m fedtailor`."""
+
+from .cli import main
+
+main()
