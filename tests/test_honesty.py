@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tools import rows, small_config
 
 from fedtailor.data.partition import TEST
 from fedtailor.registry import names
 from fedtailor.run import execute
+from tools import rows, small_config
 
 
 @pytest.mark.parametrize("method", names("method"))
@@ -25,7 +25,7 @@ def test_poisoned_test_images_change_no_training_search_or_selection(
     clean = execute.start(config, tmp_path / "clean", "cpu", workers=1)
     original = execute.stores
 
-    def poisoned(dataset, partition, device):  # noqa: ANN001, ANN202
+    def poisoned(dataset, partition, device):
         images, labels = dataset.images.copy(), dataset.labels.copy()
         where = partition.split == TEST
         images[where] = 255 - images[where]

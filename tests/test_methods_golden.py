@@ -11,7 +11,6 @@ import math
 
 import pytest
 import torch
-from tools import Biased, by_hand, numbers, one_round, personal, three
 
 from fedtailor.config import Local
 from fedtailor.data.partition import TRAIN
@@ -22,6 +21,7 @@ from fedtailor.methods.fedbabu import FedBABU
 from fedtailor.methods.fedprox import FedProx
 from fedtailor.methods.fedrep import FedRep
 from fedtailor.methods.local import Local as LocalTraining
+from tools import Biased, by_hand, numbers, one_round, personal, three
 
 DATA = [[(255, 0)], [(255, 1), (255, 1), (255, 1)]]
 PLAIN = Local(epochs=1.0, batch=4, lr=0.2, momentum=0.0, weight_decay=0.0)
@@ -114,7 +114,9 @@ def test_local_training_shares_nothing() -> None:
 
 def test_label_prior_enters_the_loss_and_the_last_bias() -> None:
     # one image of label 0 and three of label 1, no smoothing to speak of: log prior = (log 1/4, log 3/4)
-    local = Local(epochs=1.0, batch=4, lr=1.0, momentum=0.0, weight_decay=0.0, prior=True, prior_smoothing=1e-9, prior_tau=0.5)
+    local = Local(
+        epochs=1.0, batch=4, lr=1.0, momentum=0.0, weight_decay=0.0, prior=True, prior_smoothing=1e-9, prior_tau=0.5
+    )
     data = [[(0, 0), (0, 1), (0, 1), (0, 1)]]
     federation = by_hand(FedAvg(), data, local, Biased((1, 1, 1), 2))
     zero = {"head.weight": torch.zeros(2, 1), "head.bias": torch.zeros(2)}

@@ -19,7 +19,7 @@ from fedtailor.report import words
 from fedtailor.report.archs import parse
 from fedtailor.report.html import write_comparison, write_report
 from fedtailor.run.compare import compare
-from fedtailor.run.results import Results
+from fedtailor.run.results import Results, duration
 
 EVIL = "<script>alert('x')</script>"
 VOID = {"meta", "link", "br", "img", "hr", "input", "path", "use", "rect", "line", "circle", "stop"}
@@ -226,8 +226,8 @@ def test_words() -> None:
     assert words.count(1_234_567) == f"1.23{space}M"
     assert words.count(999_999) == f"1.00{space}M"
     assert words.size(1500) == f"1.50{space}kB"
-    assert words.duration(59.96) == "60.0 s"
-    assert words.duration(3 * 3600 + 60) == "3 h 01 min"
+    assert duration(59.96) == "60.0 s"
+    assert duration(3 * 3600 + 60) == "3 h 01 min"
     assert words.setting([1, 0.5, True, "a"]) == "1, 0.5, yes, a"
     assert words.moment("2025-11-15T12:00:00+00:00") == "2025-11-15 12:00 UTC"
     assert words.moment("soon") == "soon"

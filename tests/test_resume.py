@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tools import rows, small_config
 
 from fedtailor import values
 from fedtailor.errors import UserError
 from fedtailor.run.execute import Watcher, resume, start
+from tools import rows, small_config
 
 
 class Stop(Watcher):
@@ -33,7 +33,14 @@ class Stop(Watcher):
 
 
 def test_kill_9_in_the_middle_of_a_round(tmp_path: Path) -> None:
-    changes = ["method.name=ditto", "clients=4", "participants=3", "rounds=8", "checkpoint_every=2", "partition.name=iid"]
+    changes = [
+        "method.name=ditto",
+        "clients=4",
+        "participants=3",
+        "rounds=8",
+        "checkpoint_every=2",
+        "partition.name=iid",
+    ]
     arguments = [part for change in changes for part in ("--set", change)]
     command = [sys.executable, "-m", "fedtailor", "run", "demo", "-q", *arguments, "--out"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tools import rows, small_config
 
 from fedtailor.registry import lookup, names
 from fedtailor.run.execute import Watcher, resume, start
+from tools import rows, small_config
 
 SPACES = {
     "tiny": {},
@@ -36,7 +36,7 @@ class CrashAt(Watcher):
             raise Crash
 
 
-def config_of(method: str, space: str, **changes: object):  # noqa: ANN201
+def config_of(method: str, space: str, **changes: object):
     options = {"space__name": space, **SPACES.get(space, {})} if space else {}
     return small_config(method, **options, **changes)
 

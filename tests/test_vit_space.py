@@ -152,7 +152,8 @@ def test_small_sizes():
         (64, {}, (2, 1, 2, 2, 2)),
         (224, {"scale": "small"}, (2, 1, 2, 2, 2)),
         (32, {"resolutions": (8, 64)}, (1, 1, 2, 1, 1)),
-        (96, {}, (2, 1, 2, 2, 2, 2, 1, 1)),
+        (96, {}, (2, 1, 2, 2, 2, 2, 1, 2)),
+        (32, {"scale": "large"}, (2, 1, 2, 2, 2, 1, 1, 1)),
     ],
 )
 def test_strides_keep_a_map(side, options, strides):

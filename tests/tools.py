@@ -93,12 +93,11 @@ def by_hand(
     rules = fleet or fleets.FleetConfig()
     devices = fleets.make(rules, len(data), 0)
     largest = space.cost(space.largest)
-    seats = tuple(
-        Seat(i, f"client-{i}", len(c), d.profile, d.budget.absolute(largest, local.batch, d.profile, 1), rules.hard, space,
-             local.batch, len(c))
-        for i, (c, d) in enumerate(zip(data, devices, strict=True))
-    )  # fmt: skip
-    job = Job(space, seats, len(data), participants or len(data), rounds, 0, local)
+    seats = []
+    for i, (c, d) in enumerate(zip(data, devices, strict=True)):
+        budget = d.budget.absolute(largest, local.batch, d.profile, len(c))
+        seats.append(Seat(i, f"client-{i}", len(c), d.profile, budget, rules.hard, space, local.batch, len(c)))
+    job = Job(space, tuple(seats), len(data), participants or len(data), rounds, 0, local)
     method.check(job)
     return Federation(job, method, Store(ranges), LocalEngine(torch.device("cpu"), 1), devices, rules)
 

@@ -1,9 +1,9 @@
 """fedtailor: federated learning in which every client ends with its own network, architecture and weights.
 
-    import fedtailor as ft
+import fedtailor as ft
 
-    run = ft.run("demo", method="ditto")
-    run.table()
+run = ft.run("demo", method="ditto")
+run.table()
 """
 
 from __future__ import annotations

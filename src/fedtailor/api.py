@@ -53,7 +53,7 @@ def run(
     """
     named = {"method", "space", "net", "data", "partition", "fleet"}
     dotted = {f"{k}.name" if k in named and isinstance(v, str) else k.replace("__", "."): v for k, v in changes.items()}
-    dotted = dict(sorted(dotted.items(), key=lambda item: not item[0].endswith(".name")))  # names first: they reset options
+    dotted = dict(sorted(dotted.items(), key=lambda item: not item[0].endswith(".name")))
     config = load_config(source, dotted)
     folder = Path(out) if out else free_folder(Path("runs"), f"{config.data.name}-{config.method['name']}")
     words = [f"{k}={v!r}" for k, v in changes.items()]

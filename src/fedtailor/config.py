@@ -18,8 +18,8 @@ from .options import AtLeastOne, Count, Fraction, NonNegative, Positive, read, t
 if TYPE_CHECKING:
     import torch
 
-    from .fleet.fleet import FleetConfig
     from .data.partition import PartitionConfig
+    from .fleet.fleet import FleetConfig
     from .method import Method
     from .spaces.base import Space
 
@@ -241,7 +241,9 @@ def _name(table: Mapping[str, Any], kind: str) -> str:
     if not isinstance(name, str):
         key = next(iter(table), "")
         hint = nearest(key, ["name"]) if key else ""
-        raise UserError(f"[{kind}] needs a name, for example {kind}.name = ...{hint} 'fedtailor list {kind}s' shows them.")
+        raise UserError(
+            f"[{kind}] needs a name, for example {kind}.name = ...{hint} 'fedtailor list {kind}s' shows them."
+        )
     return name
 
 

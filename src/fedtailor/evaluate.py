@@ -1,8 +1,8 @@
 """The only reader of test data.
 
-Numbers are over all clients: `personal` is what `Method.personal` returns for each client, `global` the server's model on
-each client's data, `new` the personal network of clients that were held out of training. Val is read at any time; the
-test store is opened once, after the last round.
+Numbers are over all clients: `personal` is what `Method.personal` returns for each client, `global` the server's model
+on each client's data, `new` the personal network of clients that were held out of training. Val is read at any time;
+the test store is opened once, after the last round.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Kept:
 
 
 def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[list[Event], list[Kept]]:
-    """Accuracies of the state on val and, where the test store is given, on test; and the networks that clients keep."""
+    """Accuracies of the state on val and, where the test store is given, on test; and the networks clients keep."""
     method, job = federation.method, federation.job
     trained, held_out = job.seats[: job.clients], job.seats[job.clients :]
     events, kept = _personal(federation, method, state.server, trained, state.memories, test, "personal")
@@ -115,7 +115,7 @@ def fold_prior(net: nn.Module, client: Client) -> None:
     if not isinstance(head, nn.Linear) or head.bias is None:
         raise UserError("local.prior needs a network whose last layer 'head' is linear and has a bias.")
     with torch.no_grad():
-        head.bias += client.shift
+        head.bias.add_(client.shift)
 
 
 def _splits(federation: Federation, client: int, test: Store | None) -> dict[str, Split]:

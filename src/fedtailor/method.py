@@ -101,7 +101,9 @@ class Server:
         try:
             return self.__dict__["values"][name]
         except KeyError:
-            raise AttributeError(f"the server has no '{name}'; it has {sorted(self.__dict__.get('values', ()))}") from None
+            raise AttributeError(
+                f"the server has no '{name}'; it has {sorted(self.__dict__.get('values', ()))}"
+            ) from None
 
     @property
     def space(self) -> Space:

@@ -1,7 +1,7 @@
 """Randomness by counter: every draw is named by what it is for, never by what was drawn before it.
 
-A key such as (seed, "batches", round, client) is hashed to the state of its own generator, so the numbers of a run do not
-depend on the order in which clients are executed, on threads, or on Python's hash seed.
+A key such as (seed, "batches", round, client) is hashed to the state of its own generator, so the numbers of a run do
+not depend on the order in which clients are executed, on threads, or on Python's hash seed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Values: trees of named tensors and plain numbers, and one safe file format for them.
 
-Server state, client memory, tasks and replies are values. A value is saved as one safetensors file whose header carries the
-tree as JSON; reading it can run no code.
+Server state, client memory, tasks and replies are values. A value is saved as one safetensors file whose header
+carries the tree as JSON; reading it can run no code.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _row(device: Device, members: list[int], space: Space, batch: int, images: i
     from ..fleet.budget import need, readable
 
     profile, budget = device
-    ends = (space.smallest, space.largest)
+    ends = dict.fromkeys((space.smallest, space.largest))  # one, if the network is fixed
     times = [readable("seconds", need("seconds", space.cost(arch), batch, profile, images)) for arch in ends]
     about = [
         f"[bold]{escape(profile.name)}[/bold]",
@@ -116,7 +116,8 @@ def _fitting(device: Device, space: Space, batch: int, images: int) -> str:
     if space.size <= SAMPLES:
         return f"{sum(map(fits, space.archs()))} of {space.size} archs"
     rng = rng_of(0, "cli", "fits")
-    return f"about {100 * sum(fits(space.sample(rng)) for _ in range(SAMPLES)) / SAMPLES:.0f} % of the archs"
+    hits = sum(fits(space.sample(rng)) for _ in range(SAMPLES))
+    return f"about {100 * hits / SAMPLES:.0f} % of the archs" if hits else f"fewer than 1 arch in {SAMPLES}"
 
 
 def _ranges(numbers: list[int]) -> str:

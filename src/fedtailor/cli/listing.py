@@ -55,7 +55,11 @@ def _first_line(thing: object) -> str:
     """The class's own docstring, or its file's."""
     own = (getattr(thing, "__doc__", "") or "").strip()
     module = inspect.getmodule(thing)
-    text = own if own and not own.startswith(f"{getattr(thing, '__name__', '')}(") else (module.__doc__ if module else "") or ""
+    text = (
+        own
+        if own and not own.startswith(f"{getattr(thing, '__name__', '')}(")
+        else (module.__doc__ if module else "") or ""
+    )
     return text.strip().splitlines()[0] if text.strip() else ""
 
 

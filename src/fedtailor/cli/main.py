@@ -34,12 +34,16 @@ app.command("compare")(report.compare_command)
 
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the config, for example `local.lr=0.1`. Repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a key of the config, for example `local.lr=0.1`. Repeatable."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")]
 Workers = Annotated[int, typer.Option(help="Clients trained at once on a CPU; 0 = one per core. Changes no number.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")]
-DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder with the data; else `data.dir` or $FEDTAILOR_DATA.")]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder with the data; else `data.dir` or $FEDTAILOR_DATA.")
+]
 
 
 @app.command()
@@ -67,7 +71,9 @@ def run(
 
     pairs = list(changes or []) + ([f"data.dir={json.dumps(str(data_dir))}"] if data_dir else [])
     loaded = load(config, pairs)
-    folder = out or free_folder(Path("runs"), f"{loaded.data.name.replace(':', '-').replace('/', '-')}-{loaded.method['name']}")
+    folder = out or free_folder(
+        Path("runs"), f"{loaded.data.name.replace(':', '-').replace('/', '-')}-{loaded.method['name']}"
+    )
     _run(folder, device, workers, quiet, config=loaded)
 
 
@@ -85,7 +91,7 @@ def resume(
     _run(folder, device, workers, quiet)
 
 
-def _run(folder: Path, device: str, workers: int, quiet: bool, config=None) -> None:  # noqa: ANN001
+def _run(folder: Path, device: str, workers: int, quiet: bool, config=None) -> None:
     from ..run.execute import resume as resume_run
     from ..run.execute import start
     from ..run.results import Results

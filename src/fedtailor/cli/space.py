@@ -69,7 +69,7 @@ def show(
 
 
 def open_space(name: str, input: str, classes: int, settings: list[str], net: bool = False) -> Space:
-    """The space of that name, or else the net (`net`: the net in any case), or a user's own, for images of that shape."""
+    """The space of that name, or else the net (with `net` only the net), or a user's own, for images of that shape."""
     from ..config import Config
     from ..registry import names
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.batches import Split, steps_for
@@ -20,7 +19,8 @@ from ..method import Seat, Task
 from ..seeds import rng_of, seed_of
 from ..spaces.base import Weights
 from ..spaces.measure import Cost, tensors_of
-from .jobs import Loop, Recalibrate, Score, Stream
+from .jobs import Fit, Loop, Recalibrate, Score, Stream
+from .steps import objective
 
 if TYPE_CHECKING:
     from .local import LocalEngine
@@ -106,34 +106,27 @@ class Client:
         `only` limits training to parameters by name; `pull` = (anchor, strength) adds strength * (w - anchor) to the
         gradient, the gradient of strength/2 * |w - anchor|^2.
         """
-        named = {n: p for n, p in net.named_parameters() if only is None or only(n)}
-        if not named:
+        train = tuple(n for n, _ in net.named_parameters() if only is None or only(n))
+        if not train:
             raise UserError("there is nothing to train: no parameter of this network is selected.")
-        for n, p in net.named_parameters():
-            p.requires_grad_(n in named)
-        parameters = list(named.values())
-        optimiser = self.local.optimiser(parameters, self.lr if lr is None else lr)
-        criterion = loss or self.loss
-        anchors = [pull[0][n].to(p.device) for n, p in named.items()] if pull and pull[1] else []
-
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            optimiser.zero_grad()
-            value = criterion(net, x, y)
-            value.backward()
-            if anchors:
-                with torch.no_grad():
-                    gradients = [p.grad for p in parameters if p.grad is not None]
-                    torch._foreach_add_(gradients, torch._foreach_sub(parameters, anchors), alpha=pull[1])  # type: ignore
-            if self.local.clip:
-                nn.utils.clip_grad_norm_(parameters, self.local.clip)
-            optimiser.step()
-            return value.detach()
-
-        try:
-            return await self.loop(step, (net,), epochs=epochs, over=(on,))
-        finally:
-            for p in net.parameters():
-                p.requires_grad_(True)
+        split = self._splits[on]
+        steps = steps_for(split.size, self.local.batch, self.local.epochs if epochs is None else epochs)
+        stream = Stream(split, self.local.batch, self.local.augment, self._next_seed(on))
+        anchor, strength = pull or (None, 0.0)
+        self._spend(net, steps, split)
+        return await Fit(
+            net,
+            train,
+            stream,
+            steps,
+            self.lr if lr is None else lr,
+            self.local,
+            loss,
+            self.log_prior,
+            anchor if strength else None,
+            strength,
+            self._next_seed("fit"),
+        )
 
     async def loop(
         self,
@@ -150,8 +143,7 @@ class Client:
         how = self.local.augment if augment else "none"
         streams = tuple(Stream(self._splits[s], self.local.batch, how, self._next_seed(s)) for s in over)
         for net in nets:
-            net.stale = self.local.bn == "recalibrate"  # type: ignore[assignment]
-            self.flops += steps * min(first.size, self.local.batch) * self.cost(net).train_flops
+            self._spend(net, steps, first)
         return await Loop(step, streams, steps, tuple(nets), self._next_seed("loop"))
 
     async def score(self, net: nn.Module, on: str = "val") -> float:
@@ -176,11 +168,8 @@ class Client:
         return self.local.lr_at(self.round, self.rounds)
 
     def loss(self, net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy, with the client's log prior added to the logits where the run asks for it."""
-        logits = net(x)
-        if self.log_prior is not None:
-            logits = logits + self.log_prior
-        return F.cross_entropy(logits, y, label_smoothing=self.local.label_smoothing)
+        """The client's objective on a batch, for steps of a method's own."""
+        return objective(net(x), y, self.local.label_smoothing, self.log_prior)
 
     @property
     def shift(self) -> Tensor | None:
@@ -208,6 +197,10 @@ class Client:
 
     def rng(self, purpose: str) -> np.random.Generator:
         return rng_of(self.seed, purpose, self.round, self.id)
+
+    def _spend(self, net: nn.Module, steps: int, split: Split) -> None:
+        net.stale = self.local.bn == "recalibrate"  # type: ignore[assignment]
+        self.flops += steps * min(split.size, self.local.batch) * self.cost(net).train_flops
 
     def _next_seed(self, purpose: str) -> int:
         self._jobs += 1

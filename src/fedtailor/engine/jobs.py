@@ -1,19 +1,24 @@
 """The jobs a client hands to the engine by `await`.
 
-A job says what to compute, never how: `Loop` runs a step over batches and returns its mean loss, `Score` returns an
-accuracy, `Recalibrate` re-estimates normalisation statistics. The step of a loop is a closure that updates its tensors in
-place and returns a loss tensor, so that an engine may run it eagerly or capture it once and replay it.
+A job says what to compute, never how: `Fit` trains a network the ordinary way and `Loop` runs a step of the method's
+own, both over batches and returning the mean loss; `Score` returns an accuracy; `Recalibrate` re-estimates
+normalisation statistics. A loop's step is a closure that updates its tensors in place and returns a loss tensor, so
+that an engine may run it eagerly or capture it once and replay it. A fit is plain data, so that an engine may run many
+of them as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..data.batches import Split
+
+if TYPE_CHECKING:
+    from ..config import Local
 
 Batch = tuple[Tensor, Tensor]
 
@@ -34,6 +39,23 @@ class Stream:
     batch: int
     augment: str
     seed: int
+
+
+@dataclass(frozen=True)
+class Fit(Job):
+    """Ordinary training: `steps` of the optimiser on the parameters named in `train`."""
+
+    net: nn.Module
+    train: tuple[str, ...]
+    stream: Stream
+    steps: int
+    lr: float
+    local: Local
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None  # None: cross-entropy
+    shift: Tensor | None = None  # added to the logits inside the loss
+    anchor: dict[str, Tensor] | None = None  # pulls the parameters towards these values
+    pull: float = 0.0  # how strongly: pull * (w - anchor) is added to the gradient
+    seed: int = 0
 
 
 @dataclass(frozen=True)

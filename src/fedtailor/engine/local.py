@@ -23,7 +23,8 @@ from ..seeds import torch_seed
 from ..spaces.base import Arch, Space, Weights
 from ..spaces.layers import Dropout, seed_dropout
 from .client import SCORE_BATCH
-from .jobs import Job, Loop, Recalibrate, Score, Stream
+from .jobs import Fit, Job, Loop, Recalibrate, Score, Stream
+from .steps import fit_step
 
 T = TypeVar("T")
 
@@ -101,6 +102,8 @@ class LocalEngine:
 
     def _do(self, label: str, job: Job) -> Any:
         try:
+            if isinstance(job, Fit):
+                return self._fit(job)
             if isinstance(job, Loop):
                 return self._loop(job)
             if isinstance(job, Score):
@@ -112,6 +115,12 @@ class LocalEngine:
         except Exception as error:
             raise RuntimeError(f"{label}: {type(error).__name__}: {error}") from error
         raise TypeError(f"{label}: the client awaited a {type(job).__name__}, which is not a job")
+
+    def _fit(self, job: Fit) -> float:
+        try:
+            return self._loop(Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed))
+        finally:
+            job.net.requires_grad_(True)
 
     def _loop(self, job: Loop) -> float:
         for net in job.nets:
@@ -177,5 +186,3 @@ def replace_dropout(net: nn.Module) -> None:
         for name, child in module.named_children():
             if type(child) is nn.Dropout:
                 setattr(module, name, Dropout(child.p))
-
-

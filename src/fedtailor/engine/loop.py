@@ -12,7 +12,7 @@ from ..data.federation import Store
 from ..data.partition import TRAIN, VAL
 from ..fleet.clock import Clock, available, round_seconds
 from ..fleet.fleet import Fleet, FleetConfig
-from ..method import Job, Method, Reply, Seat, Server
+from ..method import Job, Method, Seat, Server
 from ..seeds import rng_of
 from ..values import bytes_of, on_device
 from .client import Client

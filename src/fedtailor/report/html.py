@@ -13,7 +13,7 @@ from fedtailor.errors import UserError
 from fedtailor.report import plots, versus, words
 from fedtailor.report.archs import read_archs
 from fedtailor.run.compare import Comparison, compare
-from fedtailor.run.results import KINDS, Results, worst_tenth
+from fedtailor.run.results import KINDS, Results, duration, worst_tenth
 
 HERE = Path(__file__).parent
 COSTS = {
@@ -21,8 +21,8 @@ COSTS = {
     "bytes_up": ("Received from clients", words.size),
     "personal_parameters": ("Parameters of a client’s network, mean", words.count),
     "personal_flops": ("FLOPs per sample, mean", words.count),
-    "simulated_hours": ("Simulated time on the fleet", lambda hours: words.duration(hours and 3600 * hours)),
-    "measured_seconds": ("Measured time of the simulation", words.duration),
+    "simulated_hours": ("Simulated time on the fleet", lambda hours: duration(hours and 3600 * hours)),
+    "measured_seconds": ("Measured time of the simulation", duration),
 }
 
 
@@ -50,7 +50,7 @@ def _write(template: str, page: dict[str, Any], out: Path) -> Path:
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "percent": words.percent, "count": words.count, "size": words.size, "duration": words.duration,
+        "percent": words.percent, "count": words.count, "size": words.size, "duration": duration,
         "setting": words.setting, "moment": words.moment, "links": words.pieces_with_links,
     }  # fmt: skip
     text = environment.get_template(template).render(css=(HERE / "style.css").read_text(encoding="utf-8"), **page)

@@ -100,15 +100,6 @@ def size(value: float | None) -> str:
     return _scaled(value, ("B", "kB", "MB", "GB", "TB"))
 
 
-def duration(seconds: float | None) -> str:
-    if seconds is None or math.isnan(seconds):
-        return NONE
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def setting(value: Any) -> str:
     """A config value as a reader would write it."""
     if isinstance(value, bool):

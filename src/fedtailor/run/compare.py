@@ -15,15 +15,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from fedtailor.errors import UserError
 from fedtailor.run.columns import Events
-from fedtailor.run.results import KINDS, MEASURED, Results
+from fedtailor.run.results import KINDS, MEASURED, Results, duration
 
 Order = Literal["personal", "given"]
 COSTS = ("personal_parameters", "personal_flops", "bytes_down", "bytes_up", "simulated_hours", "measured_seconds")
+
+# The columns of the terminal's table, narrow enough for 80 characters: only the headline carries its ± over seeds.
+COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("seeds", lambda row: str(len(row.runs))),
+    ("personal", lambda row: _percent(row.accuracy("personal"), seeds=True)),
+    ("std over\nclients", lambda row: _percent(row.accuracy("personal", "std"))),
+    ("worst\ndecile", lambda row: _percent(row.accuracy("personal", "worst_decile"))),
+    ("global", lambda row: _percent(row.accuracy("global"))),
+    ("new", lambda row: _percent(row.accuracy("new"))),
+    ("MB", lambda row: _megabytes(row.cost("bytes_down"), row.cost("bytes_up"))),
+    ("sim.\ntime", lambda row: duration(3600 * cost.mean) if (cost := row.cost("simulated_hours")) else "–"),
+)
 
 # What must be equal for two rows to be comparable. Each gives one value per run; a row is compared by its set of them.
 FAIR: dict[str, Callable[[Results], Any]] = {
@@ -127,25 +140,22 @@ class Comparison:
 
     def table(self) -> Table:
         """For a terminal; accuracies in percent."""
-        table = Table(title="last round, test split" if all(row.finished for row in self.rows) else "last round")
-        heads = ("personal", "std over\nclients", "worst\ndecile", "global", "new", "MB down", "MB up", "sim. h")
-        table.add_column("run")
-        table.add_column("seeds", justify="right")
-        for head in heads:
-            table.add_column(head, justify="right")
-        table.add_column("not equal")
-        for row in self.rows:
-            accuracies = [("personal", "mean"), ("personal", "std"), ("personal", "worst_decile")]
-            accuracies += [("global", "mean"), ("new", "mean")]
-            cells = [_percent(row.accuracy(kind, number), plain=number == "std") for kind, number in accuracies]
-            for name, scale in (("bytes_down", 1e6), ("bytes_up", 1e6), ("simulated_hours", 1.0)):
-                cost = row.cost(name)
-                cells.append(f"{cost.mean / scale:,.2f}" if cost else "–")
-            flags = Text(", ".join(row.flags), style="bold red")
-            table.add_row(Text(row.label), str(len(row.runs)), *cells, flags, style=None if row.finished else "dim")
+        title = "last round, test split" if all(row.finished for row in self.rows) else "last round"
+        table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table.add_column("run", overflow="fold")
+        columns = [(head, [say(row) for row in self.rows]) for head, say in COLUMNS]
+        columns = [(head, cells) for head, cells in columns if set(cells) != {"–"}]
+        for head, _ in columns:
+            table.add_column(head, justify="right", no_wrap=True)
+        if any(row.flags for row in self.rows):
+            table.add_column("not equal", overflow="fold")
+        for i, row in enumerate(self.rows):
+            flags = [Text(", ".join(row.flags), style="bold red")] if any(row.flags for row in self.rows) else []
+            cells = (cells[i] for _, cells in columns)
+            table.add_row(Text(row.label), *cells, *flags, style=None if row.finished else "dim")
         table.caption = Text("\n").join(
             [
-                Text("Accuracies in percent. ± is the std over seeds, given where a row holds two runs or more."),
+                Text("Accuracies in percent; ± is the std over seeds, where a row holds two runs. MB: down and up."),
                 *(Text(f"UNFAIR: {line}", style="bold red") for line in self.unfair),
                 *(Text(line) for line in self.notes),
             ]
@@ -167,11 +177,16 @@ class Comparison:
         write_comparison_page(self, Path(path))
 
 
-def _percent(number: Over | None, plain: bool = False) -> str:
+def _percent(number: Over | None, seeds: bool = False) -> str:
     if number is None:
         return "–"
-    std = "" if plain or number.std_over_seeds is None else f" ± {100 * number.std_over_seeds:.2f}"
+    std = f" ± {100 * number.std_over_seeds:.2f}" if seeds and number.std_over_seeds is not None else ""
     return f"{100 * number.mean:.2f}{std}"
+
+
+def _megabytes(*costs: Over | None) -> str:
+    known = [cost.mean for cost in costs if cost]
+    return f"{sum(known) / 1e6:,.1f}" if known else "–"
 
 
 # ---- building a comparison

@@ -23,7 +23,7 @@ from ..data.federation import Store, stores
 from ..data.partition import TRAIN, Partition
 from ..data.sources import load as load_data
 from ..engine.local import LocalEngine
-from ..engine.loop import Event, Federation, State
+from ..engine.loop import Event, Federation
 from ..errors import UserError
 from ..evaluate import Kept, evaluate, mean_accuracy
 from ..fleet import fleet as fleets
@@ -213,7 +213,10 @@ def _facts(setup: Setup, device: torch.device, command: str) -> dict[str, Any]:
         "rounds_done": 0,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": 0.0,
-        "parameters": {"smallest": space.cost(space.smallest).parameters, "largest": space.cost(space.largest).parameters},
+        "parameters": {
+            "smallest": space.cost(space.smallest).parameters,
+            "largest": space.cost(space.largest).parameters,
+        },
         "command": command or " ".join(["fedtailor", *sys.argv[1:]]),
         "classes": list(dataset.classes),
         "client_names": list(partition.names),
@@ -239,11 +242,11 @@ def read_facts(out: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not readable ({error}).") from error
     if version != FORMAT:
-        raise UserError(f"{out} was written by another version of fedtailor (run format {version}, this one is {FORMAT}).")
+        raise UserError(
+            f"{out} was written by another version of fedtailor (run format {version}, this one is {FORMAT})."
+        )
     return facts
 
 
 def _write_facts(out: Path, facts: dict[str, Any]) -> None:
     write_bytes(out / "run.json", json.dumps(facts, indent=1).encode())
-
-

@@ -58,6 +58,16 @@ def spread(values: Sequence[float] | Floats) -> Spread | None:
     return Spread(float(known.mean()), float(known.std()), float(lowest.mean()), len(known))
 
 
+def duration(seconds: float | None) -> str:
+    """Seconds as people say them."""
+    if seconds is None or np.isnan(seconds):
+        return "–"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 @dataclass(frozen=True, eq=False)
 class Results:
     """One run, read from its folder."""
@@ -249,11 +259,13 @@ class Results:
                 ("bytes_up", 1e6, 1, "MB up"),
                 ("personal_parameters", 1e3, 1, "k parameters"),
                 ("personal_flops", 1e6, 2, "MFLOPs"),
-                ("simulated_hours", 1, 2, "simulated hours"),
-                ("measured_seconds", 1, 1, "measured seconds"),
             )
             if summary[key] is not None
         ]
+        if summary["simulated_hours"] is not None:
+            costs.append(f"{duration(3600 * summary['simulated_hours'])} simulated")
+        if summary["measured_seconds"] is not None:
+            costs.append(f"{duration(summary['measured_seconds'])} measured")
         lines = [Text(", ".join(costs)), *(Text(warning, style="bold red") for warning in self.warnings())]
         table.caption = Text("\n").join(line for line in lines if line.plain)
         return table

@@ -1,7 +1,7 @@
 """A categorical policy over the dimensions of any space, and its REINFORCE gradient.
 
-A policy is one flat vector of logits, the options of all dimensions side by side. p^d = softmax(alpha^d), one independent
-draw per dimension (PerFedRLNAS, eq. 4).
+A policy is one flat vector of logits, the options of all dimensions side by side. p^d = softmax(alpha^d), one
+independent draw per dimension (PerFedRLNAS, eq. 4).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def log_gradient(space: Space, alpha: Tensor, arch: Arch) -> Tensor:
 def most_likely(space: Space, alpha: Tensor, fits: Callable[[Arch], bool], patience: int = 20_000) -> Arch:
     """The arch of highest probability among those that fit.
 
-    Archs are visited from the most likely downwards (best first over each dimension's sorted options), which is exact; after
-    `patience` archs that do not fit, options move greedily to smaller ones, cheapest loss of probability first.
+    Archs are visited from the most likely downwards (best first over each dimension's sorted options), which is exact;
+    after `patience` archs that do not fit, options move greedily to smaller ones, cheapest loss of probability first.
     """
     logs = [np.log(np.maximum(p, 1e-300)) for p in probabilities(space, alpha)]
     ranked = [np.argsort(-log, kind="stable") for log in logs]
@@ -57,7 +57,7 @@ def most_likely(space: Space, alpha: Tensor, fits: Callable[[Arch], bool], patie
     def loss(ranks: tuple[int, ...]) -> float:
         return float(-sum(logs[d][ranked[d][r]] for d, r in enumerate(ranks)))
 
-    start = (0,) * len(logs)
+    start: tuple[int, ...] = tuple(0 for _ in logs)
     queue, seen = [(loss(start), start)], {start}
     for _ in range(patience):
         if not queue:

@@ -148,10 +148,22 @@ class Space(ABC):
         current = self.smallest
         for _ in range(30):
             for i in rng.permutation(len(current)):
-                all_options = [(*current[:i], k, *current[i + 1 :]) for k in range(len(self.dimensions[i].options))]
-                fitting = [arch for arch in all_options if fits(arch)]
-                current = fitting[_spin(_wheel(p[i][[arch[i] for arch in fitting]]), rng.random())]
+                current = self._redraw(current, int(i), p[i], rng, fits)
         return current
+
+    def _redraw(
+        self, arch: Arch, i: int, p: np.ndarray, rng: np.random.Generator, fits: Callable[[Arch], bool]
+    ) -> Arch:
+        """The arch with dimension i drawn anew among its fitting options: by rejection, then from all of them."""
+        wheel = _wheel(p)
+        for _ in p:
+            option = _spin(wheel, rng.random())
+            other = (*arch[:i], option, *arch[i + 1 :])
+            if option == arch[i] or fits(other):
+                return other
+        options = [(*arch[:i], k, *arch[i + 1 :]) for k in range(len(p))]
+        fitting = [other for other in options if fits(other)]
+        return fitting[_spin(_wheel(p[[other[i] for other in fitting]]), rng.random())]
 
     def to_json(self, arch: Arch) -> str:
         return json.dumps({"space": self.name, "arch": list(self.check(arch)), "options": self.options(arch)})

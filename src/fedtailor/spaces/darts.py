@@ -134,10 +134,11 @@ class Darts(Space):
         return tuple(options.index(max(options)) for options in costs)
 
     def describe(self, arch: Arch) -> str:
-        return "; ".join(
-            f"{kind}: " + ", ".join(f"{n} {op}" for op, n in Counter(op for _, _, op in edges).most_common())
+        counts = {
+            kind: Counter(op for _, _, op in edges).most_common()
             for kind, edges in self.edges_of(self.keep_of(arch)).items()
-        )
+        }
+        return "; ".join(f"{kind}: {', '.join(f'{n} {op}' for op, n in ops) or 'none'}" for kind, ops in counts.items())
 
     def draw(self, arch: Arch) -> str:
         return self.draw_keep(self.keep_of(arch))

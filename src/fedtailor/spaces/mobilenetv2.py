@@ -118,7 +118,7 @@ class MobileNetV2(Space):
             raise unknown("group of space 'mobilenetv2'", group, self.groups)
         if not 0 < ratio < 1:
             raise UserError(f"the share of channels to prune is between 0 and 1, not {ratio}.")
-        i = self.groups.index(group)
+        arch, i = self.check(arch), self.groups.index(group)
         if arch[i] == 0:
             return None
         low = uniform_counts(self.min_width)[i]
