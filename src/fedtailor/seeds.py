@@ -57,8 +57,8 @@ def hash_bits(counter: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(seed: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Uniform numbers in [0, 1) of the given shape from a scalar int64 seed tensor."""
+    """Uniform numbers in [0, 1) of the given shape for every seed of an int64 tensor (one seed: just that shape)."""
     count = int(np.prod(shape)) if shape else 1
     index = torch.arange(count, device=seed.device, dtype=torch.int64)
-    bits = hash_bits(hash_bits(seed) + index)
-    return ((bits >> 38).to(torch.float32) / (1 << 24)).reshape(shape)
+    bits = hash_bits(hash_bits(seed)[..., None] + index)
+    return ((bits >> 38).to(torch.float32) / (1 << 24)).reshape(*seed.shape, *shape)

@@ -64,14 +64,17 @@ def shuffled(split: Split, batch: int, steps: int, seed: int) -> Tensor:
     return torch.from_numpy(order.reshape(steps, width) + split.start).to(split.labels.device)
 
 
-def augment(x: Tensor, how: str, seed: Tensor) -> Tensor:
-    """Random crop, flip and cutout of normalised images; the seed tensor decides, so a captured step can repeat it."""
+def augmentation(seeds: Tensor, count: int) -> Tensor:
+    """The random numbers that `augment` needs for `count` images of every step, [5, steps * count]."""
+    return uniform(hash_bits(seeds), 5, count).movedim(-2, 0).reshape(5, -1)
+
+
+def augment(x: Tensor, how: str, draws: Tensor) -> Tensor:
+    """Random crop, flip and cutout of normalised images, as the drawn numbers [5, images] say."""
     if how == "none":
         return x
     count, _, height, width = x.shape
-    seed = hash_bits(seed)
     pad = max(1, height // 8)
-    draws = uniform(seed, 5, count)
     top, left = (draws[0] * (2 * pad + 1)).long(), (draws[1] * (2 * pad + 1)).long()
     rows = top[:, None] + torch.arange(height, device=x.device)
     columns = left[:, None] + torch.arange(width, device=x.device)
@@ -87,6 +90,33 @@ def augment(x: Tensor, how: str, seed: Tensor) -> Tensor:
         near_column = (torch.arange(width, device=x.device) - middle_column[:, None]).abs() < half
         x = x * ~(near_row[:, None, :, None] & near_column[:, None, None, :])
     return x
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Where a training job's batches come from."""
+
+    split: Split
+    batch: int
+    augment: str
+    seed: int
+
+    @property
+    def width(self) -> int:
+        """Images in a batch."""
+        return min(self.batch, self.split.size)
+
+    def order(self, steps: int) -> Tensor:
+        return shuffled(self.split, self.batch, steps, self.seed)
+
+    def batches(self, order: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """The batches of some rows of the order, the first of which is step `first`: [rows, width, ...] each."""
+        rows, width = order.shape
+        x, y = self.split.at(order.reshape(-1))
+        if self.augment != "none":
+            seeds = self.seed + torch.arange(first, first + rows, device=order.device)
+            x = augment(x, self.augment, augmentation(seeds, width))
+        return x.reshape(rows, width, *x.shape[1:]), y.reshape(rows, width)
 
 
 AUGMENTATIONS = ("none", "crop", "crop-flip", "crop-flip-cutout")

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import Split, steps_for
+from ..data.batches import Split, Stream, steps_for
 from ..errors import UserError
 from ..method import Job as RunJob
 from ..method import Seat, Task
 from ..seeds import rng_of, seed_of
 from ..spaces.base import Weights
 from ..spaces.measure import Cost, tensors_of
-from .jobs import Fit, Loop, Recalibrate, Score, Stream
+from .jobs import Fit, Loop, Recalibrate, Score
 from .steps import objective
 
 if TYPE_CHECKING:

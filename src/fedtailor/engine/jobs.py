@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..data.batches import Split
+from ..data.batches import Split, Stream
 
 if TYPE_CHECKING:
     from ..config import Local
@@ -29,16 +29,6 @@ class Job:
     def __await__(self) -> Generator[Job, Any, Any]:
         result = yield self
         return result
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Where a loop's batches come from."""
-
-    split: Split
-    batch: int
-    augment: str
-    seed: int
 
 
 @dataclass(frozen=True)

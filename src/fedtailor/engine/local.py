@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import augment, shuffled
+from ..data.batches import Stream
 from ..errors import UserError
 from ..seeds import torch_seed
 from ..spaces.base import Arch, Space, Weights
 from ..spaces.layers import Dropout, seed_dropout
 from .client import SCORE_BATCH
-from .jobs import Fit, Job, Loop, Recalibrate, Score, Stream
+from .jobs import Fit, Job, Loop, Recalibrate, Score
 from .steps import fit_step
 
 T = TypeVar("T")
@@ -139,12 +139,11 @@ class LocalEngine:
         return mean
 
     def _batches(self, stream: Stream, steps: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-        order = shuffled(stream.split, stream.batch, steps, stream.seed)
-        seed = torch.tensor(stream.seed, device=self.device)
+        order = stream.order(steps)
 
         def draw(i: int) -> tuple[Tensor, Tensor]:
-            x, y = stream.split.at(order[i])
-            return augment(x, stream.augment, seed + i), y
+            x, y = stream.batches(order[i : i + 1], i)
+            return x[0], y[0]
 
         return draw
 

@@ -192,8 +192,12 @@ class ViT(Space):
             at += free
         return tuple(parts)
 
-    @cached_property
+    @property
     def dimensions(self) -> tuple[Dimension, ...]:
+        return self._dimensions
+
+    @cached_property
+    def _dimensions(self) -> tuple[Dimension, ...]:
         return tuple(
             Dimension(f"{part.name}.{field}".rstrip("."), options)
             for part in self._parts
