@@ -53,13 +53,14 @@ class Local:
             return self.lr
         return self.lr * 0.5 * (1 + math.cos(math.pi * min(round - 1, rounds) / rounds))
 
-    def optimiser(self, parameters: Sequence[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer:
-        """A fresh optimiser: its state does not outlive the job."""
+    def optimiser(self, parameters: Sequence[torch.nn.Parameter], lr: float | torch.Tensor) -> torch.optim.Optimizer:
+        """A fresh optimiser: its state does not outlive the job. On a GPU it is one fused kernel that can be captured."""
         import torch
 
+        cuda = parameters[0].is_cuda
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(parameters, lr=lr, weight_decay=self.weight_decay)
-        return torch.optim.SGD(parameters, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
+            return torch.optim.AdamW(parameters, lr, weight_decay=self.weight_decay, fused=cuda, capturable=cuda)
+        return torch.optim.SGD(parameters, lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=cuda)
 
 
 @dataclass(frozen=True)

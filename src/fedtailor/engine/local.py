@@ -6,10 +6,11 @@ number of workers, bit for bit on a CPU.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -31,6 +32,10 @@ T = TypeVar("T")
 
 class Stopped(Exception):
     """The run was interrupted; the round in flight is given up."""
+
+
+class Cannot(Exception):
+    """A step cannot be captured; the message says why."""
 
 
 class LocalEngine:
@@ -55,7 +60,7 @@ class LocalEngine:
         with torch_seed("template"):  # its random weights are never used, but drawing them moves the generator
             net = space.build(arch)
         replace_dropout(net)
-        net.arch = arch  # type: ignore[assignment]
+        net.space, net.arch = space, arch  # type: ignore[assignment]
         return net.to(self.device)
 
     def initial(self, space: Space, seed: int) -> Weights:
@@ -90,31 +95,35 @@ class LocalEngine:
     def _drive(self, label: str, coroutine: Coroutine[Any, Any, T]) -> T:
         result: Any = None
         while True:
-            try:
-                job = coroutine.send(result)
-            except StopIteration as end:
-                return end.value
-            except (UserError, Stopped):
-                raise
-            except Exception as error:
-                raise RuntimeError(f"{label}: {type(error).__name__}: {error}") from error
+            with self._named(label):
+                try:
+                    job = coroutine.send(result)
+                except StopIteration as end:
+                    return end.value
             result = self._do(label, job)
 
     def _do(self, label: str, job: Job) -> Any:
-        try:
+        with self._named(label):
             if isinstance(job, Fit):
                 return self._fit(job)
             if isinstance(job, Loop):
                 return self._loop(job)
             if isinstance(job, Score):
-                return self._score(job)
+                return int(self._hits(job)) / job.split.size
             if isinstance(job, Recalibrate):
                 return self._recalibrate(job)
-        except (UserError, Stopped):
+            raise TypeError(f"the client awaited a {type(job).__name__}, which is not a job")
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _named(label: str) -> Iterator[None]:
+        """Errors inside the block say whose work it was."""
+        try:
+            yield
+        except (UserError, Stopped, torch.OutOfMemoryError, Cannot):
             raise
         except Exception as error:
             raise RuntimeError(f"{label}: {type(error).__name__}: {error}") from error
-        raise TypeError(f"{label}: the client awaited a {type(job).__name__}, which is not a job")
 
     def _fit(self, job: Fit) -> float:
         try:
@@ -133,10 +142,13 @@ class LocalEngine:
                 raise Stopped
             pairs = [draw(i) for draw in batches]
             total += job.step(*(pairs[0] if len(pairs) == 1 else pairs))
-        mean = float(total) / max(1, job.steps)
-        if mean != mean:
+        return self._checked(float(total) / max(1, job.steps))
+
+    @staticmethod
+    def _checked(loss: float) -> float:
+        if loss != loss:
             raise UserError("the training loss is not a number: try a smaller local.lr, or local.clip = 5.")
-        return mean
+        return loss
 
     def _batches(self, stream: Stream, steps: int) -> Callable[[int], tuple[Tensor, Tensor]]:
         order = stream.order(steps)
@@ -148,14 +160,14 @@ class LocalEngine:
         return draw
 
     @torch.no_grad()
-    def _score(self, job: Score) -> float:
+    def _hits(self, job: Score) -> Tensor:
         job.net.eval()
         hits = torch.zeros((), device=self.device, dtype=torch.int64)
         for index in job.split.chunks(SCORE_BATCH):
             x, y = job.split.at(index)
             logits = job.net(x)
             hits += ((logits if job.shift is None else logits + job.shift).argmax(1) == y).sum()
-        return int(hits) / job.split.size
+        return hits
 
     @torch.no_grad()
     def _recalibrate(self, job: Recalibrate) -> None:

@@ -45,10 +45,12 @@ def fit_step(job: Fit) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 @torch.no_grad()
-def pull_(parameters: Sequence[Tensor], anchors: list[Tensor], strength: float) -> None:
+def pull_(parameters: Sequence[Tensor], anchors: list[Tensor], strength: float | Tensor) -> None:
     """Adds strength * (w - anchor) to the gradients."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    torch._foreach_add_(gradients, torch._foreach_sub(list(parameters), anchors), alpha=strength)
+    apart = torch._foreach_sub(list(parameters), anchors)
+    torch._foreach_mul_(apart, strength)
+    torch._foreach_add_(gradients, apart)

@@ -1,25 +1,26 @@
 """PerFedRLNAS: Yao & Li, AAAI 2024, Algorithm 1. One supernet, one policy per client, trained by REINFORCE.
 
-The server draws a sub-network for each participant from the client's own policy, the client trains it and reports its
-accuracy, the server averages the pieces into the supernet and moves the policy by the reward (eq. 8)
-r_i = Acc_i - mean(Acc) - lambda_time * (RT_i - min RT).
+The server draws a sub-network for each participant from the client's own policy p_i = softmax(alpha_i), the client trains
+it and reports its accuracy, the server averages the pieces into the supernet and moves alpha_i along
+r_i * (onehot - p_i), where (eq. 8) r_i = Acc_i - mean(Acc) - lambda_time * (RT_i - min RT).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..engine.client import Client
 from ..method import Job, Method, Reply, Seat, Server, Task
-from ..options import NonNegative, Positive
+from ..options import Count, NonNegative, Positive
 from ..registry import register
 from ..search.ascent import ascend, no_moments
 from ..search.policy import log_gradient, most_likely, probabilities, uniform_logits
+from ..search.rewards import assemble, no_accuracies, outcomes, remember
+from ..search.supernet import Deploy, affords, keep, refusal, refused, require_room, sub_network, train
 
 
 @register("method", "perfedrlnas")
@@ -29,14 +30,23 @@ class PerFedRLNAS(Method):
     deviations: ClassVar[tuple[str, ...]] = (
         "the reward reads val, never test",
         "round time comes from the fleet's cost model, so that a search can be repeated",
-        "owners' entries are averaged by samples",
+        "owners' entries are averaged by samples; the paper counts owners, which is the same for equal clients",
+        "under a hard budget only archs that fit are drawn; eq. 6 is used as it is",
+        "a client keeps its most likely arch that fits, be the budget hard or soft",
+        "clients that join are compared with each other, not with clients that trained",
     )
     needs = "space"
 
-    policy_lr: Positive = 0.5  # step of the policy gradient, eq. 5
+    rewards: tuple[str, ...] = ("accuracy", "time")  # eq. 8; with "memory" eq. 9; also energy, bytes, file.py:function
+    weights: dict[str, NonNegative] = field(default_factory=dict)  # of rewards, by name: `time` is lambda_time (0.001)
     policy_optimizer: Literal["adam", "ascent"] = "adam"  # the authors' code uses Adam, eq. 5 is plain ascent
-    time_weight: NonNegative = 0.001  # lambda_time of eq. 8, per second
-    deploy: Literal["trained", "as-is"] = "trained"  # whether clients train local.epochs before they keep a network
+    policy_lr: Positive = 0.5  # step of the policy gradient, eq. 5
+    deploy: Deploy = "trained"  # whether clients train local.epochs before they keep a network
+    onboard_rounds: Count = 20  # R: rounds of search, without training, for a client that joins later (Figure 5)
+
+    def check(self, job: Job) -> None:
+        assemble(self.rewards, self.weights)
+        require_room(job)
 
     def start(self, job: Job) -> Server:  # line 2
         alpha = uniform_logits(job.space, len(job.seats))
@@ -45,38 +55,51 @@ class PerFedRLNAS(Method):
             weights=job.space.new_weights(job.seed),
             alpha=alpha,
             moments=no_moments(alpha),
-            accuracy=torch.full((len(job.seats),), float("nan"), dtype=torch.float64),  # each client's latest
+            accuracy=no_accuracies(len(job.seats)),  # of each client, its latest
         )
 
     def ask(self, server: Server, client: Seat) -> Task:  # line 6
-        chances = probabilities(server.space, server.alpha[client.id])
-        arch = server.space.sample(server.rng("arch", client.id), chances, client.fits)
-        return Task(server.space.cut(server.weights, arch), arch)
+        chances = probabilities(server.space, server.alpha[client.id])  # eq. 4
+        return sub_network(server, server.space.sample(server.rng("arch", client.id), chances, client.fits))
 
     async def work(self, task: Task, client: Client) -> Reply:  # lines 8-11
-        net = client.build(task)
-        loss = await client.fit(net)
-        return Reply(client.take(net), task.arch, facts={"loss": loss, "accuracy": await client.score(net)})
+        return await train(task, client)
 
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:  # lines 13-17
-        weights = server.paste(replies)
-        accuracy = server.accuracy.clone()
-        for r in replies:
-            accuracy[r.client] = r.facts["accuracy"]
-        baseline, fastest = float(accuracy.nanmean()), min(r.seconds for r in replies)
+        weights = server.paste([r for r in replies if not refused(r)])
+        return self.learn(server.replace(weights=weights), replies, remember(server.accuracy, replies))
+
+    def learn(self, server: Server, replies: Sequence[Reply], accuracy: Tensor) -> Server:
+        """Lines 13 and 15-17: the participants' policies move by their rewards."""
+        reward = assemble(self.rewards, self.weights)
         alpha, moments = server.alpha, server.moments
-        for r in replies:
-            reward = float(r.facts["accuracy"]) - baseline - self.time_weight * (r.seconds - fastest)  # eq. 8
-            gradient = reward * log_gradient(server.space, alpha[r.client], r.arch)  # eq. 5-7
-            alpha, moments = ascend(alpha, moments, r.client, gradient, self.policy_lr, self.policy_optimizer)
-        return server.replace(weights=weights, alpha=alpha, moments=moments, accuracy=accuracy)
+        for outcome in outcomes(server.job, replies, accuracy):
+            i = outcome.seat.id
+            gradient = reward(outcome) * log_gradient(server.space, alpha[i], outcome.arch)  # eq. 5-7
+            alpha, moments = ascend(alpha, moments, i, gradient, self.policy_lr, self.policy_optimizer)
+        return server.replace(alpha=alpha, moments=moments, accuracy=accuracy)
 
     def offer(self, server: Server, client: Seat) -> Task:
-        arch = most_likely(server.space, server.alpha[client.id], client.fits)
-        return Task(server.space.cut(server.weights, arch), arch)
+        fitting = lambda arch: affords(client, arch)  # noqa: E731
+        return sub_network(server, most_likely(server.space, server.alpha[client.id], fitting))
 
     async def personal(self, task: Task, client: Client) -> nn.Module:
-        net = client.build(task)
-        if self.deploy == "trained":
-            await client.fit(net)
-        return net
+        return await keep(task, client, self.deploy)
+
+    def onboarding(self) -> tuple[Method, int]:
+        return SearchOnly(**vars(self)), self.onboard_rounds
+
+
+@dataclass(frozen=True)
+class SearchOnly(PerFedRLNAS):
+    """How clients join (Figure 5): the supernet stays as it is, they only test what their policies draw."""
+
+    async def work(self, task: Task, client: Client) -> Reply:
+        if not affords(client.seat, task.arch):
+            return refusal(task)
+        return Reply(arch=task.arch, facts={"accuracy": await client.score(client.build(task))})
+
+    def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
+        accuracy = remember(server.accuracy, replies)
+        accuracy[: server.job.clients] = float("nan")  # networks that were trained locally would make it a lost race
+        return self.learn(server, replies, accuracy)

@@ -57,10 +57,10 @@ class Setup:
     job: Job
     fleet: fleets.Fleet
 
-    def federation(self, device: torch.device, workers: int) -> tuple[Federation, Store]:
+    def federation(self, device: torch.device, workers: int, engine: str = "auto") -> tuple[Federation, Store]:
         learn, test = stores(self.dataset, self.partition, device)
-        engine = LocalEngine(device, workers)
-        return Federation(self.job, self.method, learn, engine, self.fleet, self.config.make_fleet()), test
+        runs = make_engine(device, workers, engine)
+        return Federation(self.job, self.method, learn, runs, self.fleet, self.config.make_fleet()), test
 
 
 def prepare(config: Config, saved: Path | None = None) -> Setup:
@@ -88,6 +88,17 @@ def prepare(config: Config, saved: Path | None = None) -> Setup:
     job = Job(space, tuple(seats), partition.clients, config.participants, config.rounds, config.seed, config.local)
     method.check(job)
     return Setup(config, method, dataset, partition, job, fleet)
+
+
+def make_engine(device: torch.device, workers: int, name: str = "auto") -> LocalEngine:
+    """The engine for a device; `eager` is the plain one, client after client."""
+    if name not in ("auto", "eager"):
+        raise UserError(f"--engine {name}: use auto or eager.")
+    if device.type == "cuda" and name == "auto":
+        from ..engine.cuda import CudaEngine
+
+        return CudaEngine(device)
+    return LocalEngine(device, workers)
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,0 +1,194 @@
+"""Captured training steps.
+
+A replay owns a CUDA graph of one step, the buffers its batches are read from, and a counter that walks through them.
+The graph reads nothing that changes on the host, so a step costs one launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..data.batches import Stream
+from ..spaces.layers import seed_dropout
+from ..spaces.measure import tensors_of
+from .jobs import Fit, Loop
+from .local import Cannot
+from .steps import objective, pull_
+
+CHUNK = 128  # steps whose batches are prepared at once
+
+
+class Replay:
+    """A step captured once and replayed `steps` times over the batches of some streams."""
+
+    stream: torch.cuda.Stream
+    graph: torch.cuda.CUDAGraph
+
+    def __init__(self, streams: Sequence[Stream], device: torch.device) -> None:
+        self.total = torch.zeros((), device=device)
+        self.counter = torch.zeros(1, device=device, dtype=torch.int64)
+        self.buffers: list[tuple[Tensor, Tensor]] = []
+        self.steps = self.done = 0
+        for s in streams:
+            shape = (CHUNK, s.width, *s.split.images.shape[1:])
+            images = torch.empty(shape, device=device)
+            self.buffers.append((images, torch.empty(shape[:2], device=device, dtype=torch.int64)))
+
+    @property
+    def left(self) -> int:
+        return self.steps - self.done
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """This step's batches, read at the counter."""
+        return [(x.index_select(0, self.counter)[0], y.index_select(0, self.counter)[0]) for x, y in self.buffers]
+
+    def capture(self, step: Callable[[], Tensor]) -> None:
+        """Records one step without running it."""
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.total += step()
+                self.counter += 1
+            except Exception as error:
+                with contextlib.suppress(RuntimeError):  # void already; what voided it is the error to report
+                    self.graph.capture_end()
+                raise Cannot(str(error).splitlines()[0]) from error
+            self.graph.capture_end()
+
+    def start(self, streams: Sequence[Stream], steps: int) -> None:
+        """Sets the walk to its beginning; the stream first waits for what was computed before."""
+        self.streams, self.steps, self.done = streams, steps, 0
+        self.orders = [s.order(steps) for s in streams]
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.total.zero_()
+            self._fill()
+
+    def replay(self, times: int) -> None:
+        """Launches up to this many steps."""
+        with torch.cuda.stream(self.stream):
+            for _ in range(min(times, self.left)):
+                if self.done and self.done % CHUNK == 0:
+                    self._fill()
+                self.graph.replay()
+                self.done += 1
+
+    def _fill(self) -> None:
+        self.counter.zero_()
+        for (images, labels), stream, order in zip(self.buffers, self.streams, self.orders, strict=True):
+            rows = order[self.done : self.done + CHUNK]
+            x, y = stream.batches(rows, self.done)
+            images[: len(rows)].copy_(x)
+            labels[: len(rows)].copy_(y)
+
+    def finish(self) -> None:
+        """Called when all steps are launched."""
+
+
+class FitSlot(Replay):
+    """The captured step of an ordinary fit, with a network of its own into which clients' weights are copied."""
+
+    def __init__(self, job: Fit, key: Hashable, net: nn.Module) -> None:
+        device = next(job.net.parameters()).device
+        super().__init__([job.stream], device)
+        self.key, self.net, self.local = key, net.train(), job.local
+        named = dict(net.named_parameters())
+        chosen = set(job.train)
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in chosen)
+        self.parameters = [named[n] for n in job.train]
+        self.tensors = list(tensors_of(net).values())
+        self.lr = torch.tensor(job.lr, device=device)
+        self.shift = None if job.shift is None else torch.zeros_like(job.shift)
+        self.anchors = [torch.zeros_like(p) for p in self.parameters] if job.anchor else []
+        self.pull = torch.zeros((), device=device)
+        self.optimiser = job.local.optimiser(self.parameters, self.lr)
+        self.state = start_state(self.optimiser, self.parameters)
+        self.ready = False
+
+    @staticmethod
+    def key_of(job: Fit) -> Hashable:
+        """What two fits must share to use one captured step."""
+        space, arch = job.net.space, job.net.arch  # type: ignore[attr-defined]
+        shape = (job.stream.width, *job.stream.split.images.shape[1:])
+        local = dataclasses.replace(job.local, lr=1.0, epochs=1.0, augment="none", prior=False)
+        return space, arch, job.train, shape, local, job.shift is None, job.anchor is None
+
+    def begin(self, job: Fit, lane: torch.cuda.Stream) -> None:
+        self.stream, self.job = lane, job
+        self.start([job.stream], job.steps)
+        with torch.cuda.stream(lane), torch.no_grad():
+            seed_dropout(self.net, job.seed)
+            self.lr.fill_(job.lr)
+            if self.shift is not None and job.shift is not None:
+                self.shift.copy_(job.shift)
+            if job.anchor:
+                torch._foreach_copy_(self.anchors, [job.anchor[n] for n in job.train])
+                self.pull.fill_(job.pull)
+            torch._foreach_zero_(self.state)
+            torch._foreach_copy_(self.tensors, list(tensors_of(job.net).values()))
+        if not self.ready:
+            self.capture(self._step)
+            self.ready = True
+
+    def _step(self) -> Tensor:
+        ((x, y),) = self.batches()
+        self.optimiser.zero_grad(set_to_none=True)
+        loss = objective(self.net(x), y, self.local.label_smoothing, self.shift)
+        loss.backward()
+        if self.anchors:
+            pull_(self.parameters, self.anchors, self.pull)
+        if self.local.clip:
+            nn.utils.clip_grad_norm_(self.parameters, self.local.clip, foreach=True)
+        self.optimiser.step()
+        return loss.detach()
+
+    def finish(self) -> None:
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            torch._foreach_copy_(list(tensors_of(self.job.net).values()), self.tensors)
+
+
+class LoopReplay(Replay):
+    """A method's own step: the first one is run, the rest replayed."""
+
+    def __init__(self, job: Loop, lane: torch.cuda.Stream) -> None:
+        device = job.streams[0].split.labels.device
+        super().__init__(job.streams, device)
+        self.stream = lane
+        for net in job.nets:
+            net.train()
+            seed_dropout(net, job.seed)
+        self.start(job.streams, job.steps)
+
+        def step() -> Tensor:
+            pairs = self.batches()
+            return job.step(*(pairs[0] if len(pairs) == 1 else pairs))
+
+        with torch.cuda.stream(lane):  # the first step makes optimiser states and workspaces, outside the capture
+            self.total += step()
+            self.counter += 1
+        self.done = 1
+        if self.left:
+            self.capture(step)
+
+
+def start_state(optimiser: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Makes an optimiser's state before its first step, all zeros, so that a captured step can start from it again."""
+    group = optimiser.param_groups[0]
+    made: list[Tensor] = []
+    for p in parameters:
+        state = optimiser.state[p]
+        if isinstance(optimiser, torch.optim.SGD):
+            if group["momentum"]:
+                state["momentum_buffer"] = torch.zeros_like(p)
+        else:
+            state["step"] = torch.zeros((), device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        made += [t for t in state.values() if isinstance(t, Tensor)]
+    return made
