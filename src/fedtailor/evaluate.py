@@ -21,7 +21,7 @@ from .engine.jobs import Score
 from .engine.loop import Event, Federation, Memory, State
 from .errors import UserError
 from .method import Method, Seat, Server
-from .spaces.base import Arch, Weights
+from .spaces.base import Arch, Space, Weights
 from .spaces.measure import Cost, tensors_of
 
 
@@ -30,6 +30,7 @@ class Kept:
     """The network a client keeps."""
 
     client: int
+    space: Space  # the run's own, or that of a network that is no point of it
     arch: Arch
     weights: Weights
     cost: Cost
@@ -44,7 +45,10 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
     if shared is not None:
         clients = [federation.client(seat, state.memories.get(seat.id, {}), state.round) for seat in trained]
         work = [
-            (f"global model on client {c.name}", _scores(c, c.build(shared), _splits(federation, c.id, test), None))
+            (
+                f"global model on client {c.name}",
+                _scores(c, method.build(shared, c), _splits(federation, c.id, test), None),
+            )
             for c in clients
         ]
         for client, found in zip(clients, federation.engine.run(work), strict=True):
@@ -88,7 +92,7 @@ def _personal(
         fold_prior(net, client)
         found = await _scores(client, net, _splits(federation, client.id, test), None)
         weights = {n: t.detach().cpu().clone() for n, t in tensors_of(net).items()} if last else {}
-        return found, Kept(client.id, getattr(net, "arch", ()), weights, client.cost(net))
+        return found, Kept(client.id, net.space, net.arch, weights, client.cost(net))  # type: ignore[arg-type]
 
     work = [
         (f"personal network of client {c.name} after round {round}", finish(s, c))
@@ -102,8 +106,8 @@ def _personal(
             kept.append(net)
             events.append(Event(round, net.client, "", "personal_parameters", net.cost.parameters))
             events.append(Event(round, net.client, "", "personal_flops", net.cost.flops))
-            if net.arch:
-                events.append(Event(round, net.client, "", "personal_arch", "-".join(map(str, net.arch))))
+            if word := net.space.word(net.arch):
+                events.append(Event(round, net.client, "", "personal_arch", word))
     return events, kept
 
 

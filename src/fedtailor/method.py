@@ -162,6 +162,10 @@ class Method(ABC):
 
     async def personal(self, task: Task, client: Client) -> nn.Module:
         """The network this client keeps: evaluated, exported, deployed."""
+        return self.build(task, client)
+
+    def build(self, task: Task, client: Client) -> nn.Module:
+        """The network of a task. Methods whose networks are no points of the run's space say here what they are."""
         return client.build(task)
 
     def shared(self, server: Server) -> Task | None:

@@ -6,6 +6,7 @@ The object holds train and val images only; test images are in a store it has no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..errors import UserError
 from ..method import Job as RunJob
 from ..method import Seat, Task
 from ..seeds import rng_of, seed_of
-from ..spaces.base import Weights
+from ..spaces.base import Space, Weights
 from ..spaces.measure import Cost, tensors_of
 from .jobs import Fit, Loop, Recalibrate, Score
 from .steps import objective
@@ -44,13 +45,14 @@ class Client:
         self._splits = {"train": train, "val": val}
         self._engine = engine
         self._jobs = 0  # numbers this client's jobs, so that each draws its own batches
+        self._stream: Stream | None = None  # of the latest fit
         self.log_prior = self._log_prior(train) if job.local.prior else None
 
     # networks ---------------------------------------------------------------------------------------------------
 
-    def build(self, task: Task) -> nn.Module:
-        """The network of a task, holding its weights."""
-        net = self._engine.network(self.space, task.arch)
+    def build(self, task: Task, space: Space | None = None) -> nn.Module:
+        """The network of a task, holding its weights. A network that is no point of the run's space names its own."""
+        net = self._engine.network(space or self.space, task.arch)
         self.load(net, task.weights)
         return net
 
@@ -83,6 +85,10 @@ class Client:
             self.memory["statistics"] = self.memory.get("statistics", {}) | statistics
         return {n: t for n, t in found.items() if n not in statistics}
 
+    def copy(self, net: nn.Module) -> Weights:
+        """A copy of all of the network's tensors, statistics too: for the client's own memory, never to be sent."""
+        return {n: t.detach().clone() for n, t in tensors_of(net).items()}
+
     @property
     def initial(self) -> Weights:
         """The weights that the server's network started from, which every client can make for itself."""
@@ -100,18 +106,21 @@ class Client:
         loss: Loss | None = None,
         pull: tuple[Weights, float] | None = None,
         on: str = "train",
+        again: bool = False,
     ) -> float:
         """Trains the network with the run's local optimiser; returns the mean loss.
 
         `only` limits training to parameters by name; `pull` = (anchor, strength) adds strength * (w - anchor) to the
-        gradient, the gradient of strength/2 * |w - anchor|^2.
+        gradient, the gradient of strength/2 * |w - anchor|^2. `on` is train, val, or both as train+val; `again` takes
+        the batches of the fit before instead, in the same order.
         """
         train = tuple(n for n, _ in net.named_parameters() if only is None or only(n))
         if not train:
             raise UserError("there is nothing to train: no parameter of this network is selected.")
-        split = self._splits[on]
+        if self._stream is None or not again:
+            self._stream = Stream(self._split(on), self.local.batch, self.local.augment, self._next_seed(on))
+        stream, split = self._stream, self._stream.split
         steps = steps_for(split.size, self.local.batch, self.local.epochs if epochs is None else epochs)
-        stream = Stream(split, self.local.batch, self.local.augment, self._next_seed(on))
         anchor, strength = pull or (None, 0.0)
         self._spend(net, steps, split)
         return await Fit(
@@ -134,22 +143,31 @@ class Client:
         nets: Sequence[nn.Module],
         *,
         epochs: float | None = None,
+        steps: int | None = None,
         over: Sequence[str] = ("train",),
         augment: bool = True,
+        passes: float = 1.0,
     ) -> float:
-        """Runs a step of the method's own over batches; with several splits, each call gets one batch of each."""
-        first = self._splits[over[0]]
-        steps = steps_for(first.size, self.local.batch, self.local.epochs if epochs is None else epochs)
+        """Runs a step of the method's own over batches; with several splits, each call gets one batch of each.
+
+        `passes` says how many ordinary training steps' arithmetic one call costs.
+        """
+        first = self._split(over[0])
+        steps = self.steps(epochs, over[0]) if steps is None else steps
         how = self.local.augment if augment else "none"
-        streams = tuple(Stream(self._splits[s], self.local.batch, how, self._next_seed(s)) for s in over)
+        streams = tuple(Stream(self._split(s), self.local.batch, how, self._next_seed(s)) for s in over)
         for net in nets:
-            self._spend(net, steps, first)
+            self._spend(net, steps, first, passes)
         return await Loop(step, streams, steps, tuple(nets), self._next_seed("loop"))
 
-    async def score(self, net: nn.Module, on: str = "val") -> float:
-        """Accuracy of the network as this client would use it."""
+    async def score(self, net: nn.Module, on: str = "val", fresh: bool = False, images: int = 0) -> float:
+        """Accuracy of the network as this client would use it; `fresh` re-estimates its statistics in any case.
+
+        With `images` it is that of at most so many images of the split, the same ones at every call of a round.
+        """
+        net.stale = fresh or getattr(net, "stale", False)  # type: ignore[assignment]
         await self.refresh(net)
-        split = self._splits[on]
+        split = self._some(on, images) if images else self._split(on)
         self.flops += split.size * self.cost(net).flops
         return await Score(net, split, self.shift)
 
@@ -167,9 +185,9 @@ class Client:
         """This round's learning rate."""
         return self.local.lr_at(self.round, self.rounds)
 
-    def loss(self, net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """The client's objective on a batch, for steps of a method's own."""
-        return objective(net(x), y, self.local.label_smoothing, self.log_prior)
+    def loss(self, net: nn.Module, x: Tensor, y: Tensor, *more: Any) -> Tensor:
+        """The client's objective on a batch, for steps of a method's own; `more` is handed to the network."""
+        return objective(net(x, *more), y, self.local.label_smoothing, self.log_prior)
 
     @property
     def shift(self) -> Tensor | None:
@@ -184,7 +202,16 @@ class Client:
     # facts ------------------------------------------------------------------------------------------------------
 
     def size(self, split: str) -> int:
-        return self._splits[split].size
+        return self._split(split).size
+
+    def steps(self, epochs: float | None = None, on: str = "train") -> int:
+        """How many batches a job of this many epochs sees; None: the run's local epochs."""
+        return steps_for(self.size(on), self.local.batch, self.local.epochs if epochs is None else epochs)
+
+    @property
+    def owned(self) -> Tensor:
+        """Which classes the client has training images of."""
+        return torch.from_numpy(self._splits["train"].label_counts(self.space.classes) > 0).to(self._engine.device)
 
     def fits(self, arch: tuple[int, ...]) -> bool:
         """Whether the client's hard budget admits the arch."""
@@ -193,14 +220,30 @@ class Client:
     def cost(self, net: nn.Module) -> Cost:
         """Cost of a network that was built for this client."""
         found = getattr(net, "cost", None)
-        return found if isinstance(found, Cost) else self.space.cost(net.arch)  # type: ignore[arg-type]
+        return found if isinstance(found, Cost) else net.space.cost(net.arch)  # type: ignore
 
     def rng(self, purpose: str) -> np.random.Generator:
         return rng_of(self.seed, purpose, self.round, self.id)
 
-    def _spend(self, net: nn.Module, steps: int, split: Split) -> None:
+    def _split(self, name: str) -> Split:
+        if name != "train+val":
+            return self._splits[name]
+        train, val = self._splits["train"], self._splits["val"]  # side by side in the store
+        if val.start != train.start + train.size:
+            raise ValueError("train and val of this store do not lie side by side: they cannot be joined")
+        return replace(train, size=train.size + val.size)
+
+    def _some(self, name: str, images: int) -> Split:
+        split = self._split(name)
+        if images >= split.size:
+            return split
+        picked = np.sort(self.rng("some").choice(split.size, images, replace=False)) + split.start
+        at = torch.from_numpy(picked).to(split.labels.device)
+        return replace(split, images=split.images[at], labels=split.labels[at], start=0, size=images)
+
+    def _spend(self, net: nn.Module, steps: int, split: Split, passes: float = 1.0) -> None:
         net.stale = self.local.bn == "recalibrate"  # type: ignore[assignment]
-        self.flops += steps * min(split.size, self.local.batch) * self.cost(net).train_flops
+        self.flops += int(steps * min(split.size, self.local.batch) * self.cost(net).train_flops * passes)
 
     def _next_seed(self, purpose: str) -> int:
         self._jobs += 1

@@ -22,6 +22,7 @@ from .local import Cannot, LocalEngine, replace_dropout
 from .replay import FitSlot, LoopReplay, Replay
 
 T = TypeVar("T")
+AHEAD = 32  # steps in the card's queue while a step is captured, which takes as long
 Waiting = tuple[int, str, Job]  # a coroutine's number, its label and the job it awaits
 
 
@@ -39,6 +40,7 @@ class CudaEngine(LocalEngine):
         self._free: OrderedDict[Hashable, list[nn.Module]] = OrderedDict()
         self._given: list[tuple[Hashable, nn.Module]] = []
         self._say, self._told = say, set[str]()
+        _wake_libraries(device)
 
     # networks ---------------------------------------------------------------------------------------------------
 
@@ -155,8 +157,8 @@ class CudaEngine(LocalEngine):
             if isinstance(replay, FitSlot):
                 taken.append(replay)
             replays.append((number, replay))
-            for _, other in replays:  # the card works on those while the next one is captured
-                other.replay(8)
+            for _, other in replays:  # the card works on these while the next one is built and captured
+                other.replay(-(-AHEAD // len(replays)))
         busy = [replay for _, replay in replays]
         while busy:
             for replay in busy:
@@ -185,7 +187,9 @@ class CudaEngine(LocalEngine):
             raise Cannot("the method gives its own loss to fit")
         key = FitSlot.key_of(job)
         free = self._slots.get(key)
-        slot = free.pop() if free else FitSlot(job, key, self._make(job.net.space, job.net.arch))  # type: ignore[arg-type]
+        slot = free.pop() if free else FitSlot(job, key)
+        if slot.net is job.net:  # a new slot keeps the network it was made for: it must not go back to the pool
+            self._given = [(k, net) for k, net in self._given if net is not job.net]
         slot.begin(job, lane)
         return slot
 
@@ -201,3 +205,10 @@ class CudaEngine(LocalEngine):
         if kind not in self._told:
             self._told.add(kind)
             self._say(text)
+
+
+def _wake_libraries(device: torch.device) -> None:
+    """Makes the convolution and matrix libraries' handles of both threads that a step uses; a capture cannot."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 2)).to(device)
+    net(torch.zeros(2, 3, 8, 8, device=device)).sum().backward()
+    torch.cuda.synchronize(device)

@@ -111,7 +111,7 @@ class Federation:
             splits = {"loss": "train", "accuracy": "val"}
             events += [Event(number, seat.id, splits.get(k, ""), k, v) for k, v in reply.facts.items()]
             if task.arch:
-                events.append(Event(number, seat.id, "", "arch", "-".join(map(str, task.arch))))
+                events.append(Event(number, seat.id, "", "arch", self.job.space.word(task.arch)))
         _, ended = Clock(self.rules.deadline).round(times)
         events.append(Event(number, None, "", "round_seconds", ended.seconds))
         events.append(Event(number, None, "", "late", len(ended.late)))

@@ -92,10 +92,11 @@ class Replay:
 
 
 class FitSlot(Replay):
-    """The captured step of an ordinary fit, with a network of its own into which clients' weights are copied."""
+    """The captured step of an ordinary fit. It keeps the network of its first job; later jobs copy their weights in."""
 
-    def __init__(self, job: Fit, key: Hashable, net: nn.Module) -> None:
-        device = next(job.net.parameters()).device
+    def __init__(self, job: Fit, key: Hashable) -> None:
+        net = job.net
+        device = next(net.parameters()).device
         super().__init__([job.stream], device)
         self.key, self.net, self.local = key, net.train(), job.local
         named = dict(net.named_parameters())
@@ -132,7 +133,8 @@ class FitSlot(Replay):
                 torch._foreach_copy_(self.anchors, [job.anchor[n] for n in job.train])
                 self.pull.fill_(job.pull)
             torch._foreach_zero_(self.state)
-            torch._foreach_copy_(self.tensors, list(tensors_of(job.net).values()))
+            if job.net is not self.net:
+                torch._foreach_copy_(self.tensors, list(tensors_of(job.net).values()))
         if not self.ready:
             self.capture(self._step)
             self.ready = True
@@ -150,8 +152,9 @@ class FitSlot(Replay):
         return loss.detach()
 
     def finish(self) -> None:
-        with torch.cuda.stream(self.stream), torch.no_grad():
-            torch._foreach_copy_(list(tensors_of(self.job.net).values()), self.tensors)
+        if self.job.net is not self.net:
+            with torch.cuda.stream(self.stream), torch.no_grad():
+                torch._foreach_copy_(list(tensors_of(self.job.net).values()), self.tensors)
 
 
 class LoopReplay(Replay):

@@ -1,8 +1,8 @@
 """PerFedRLNAS: Yao & Li, AAAI 2024, Algorithm 1. One supernet, one policy per client, trained by REINFORCE.
 
-The server draws a sub-network for each participant from the client's own policy p_i = softmax(alpha_i), the client trains
-it and reports its accuracy, the server averages the pieces into the supernet and moves alpha_i along
-r_i * (onehot - p_i), where (eq. 8) r_i = Acc_i - mean(Acc) - lambda_time * (RT_i - min RT).
+The server draws a sub-network for each participant from the client's own policy p_i = softmax(alpha_i). The client
+trains it and reports its accuracy. The server averages the pieces into the supernet and moves alpha_i along
+r_i * (onehot - p_i), with the reward r_i = Acc_i - mean(Acc) - lambda_time * (RT_i - min RT) of eq. 8.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from ..evaluate import Kept, evaluate, mean_accuracy
 from ..fleet import fleet as fleets
 from ..fleet.budget import require_feasible
 from ..method import Job, Method, Seat
+from ..options import table_of
 from ..values import write_bytes, write_value
 from . import checkpoint
 from .events import EventLog
@@ -202,9 +203,14 @@ def _progress(events: list[Event]) -> dict[str, float]:
 
 
 def _save_networks(folder: Path, setup: Setup, kept: list[Kept]) -> None:
-    """One value file per client: its arch and weights, enough to build the network again."""
+    """One value file per client: its arch and weights, enough to build the network again.
+
+    A network that is no point of the run's space comes with the [net] table that builds it.
+    """
     for net in kept:
-        value = {"space": setup.job.space.name, "arch": list(net.arch), "weights": net.weights}
+        value = {"space": net.space.name, "arch": list(net.arch), "weights": net.weights}
+        if net.space != setup.job.space:
+            value["net"] = {"name": net.space.name, **table_of(net.space, hidden=("input", "classes"))}
         write_value(folder / f"{net.client:06d}.safetensors", value)
 
 

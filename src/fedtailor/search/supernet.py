@@ -1,4 +1,4 @@
-"""What the methods that send sub-networks of one supernet have in common: a task, a client's round, a network for keeps."""
+"""What methods that send sub-networks of one supernet share: a task, a client's round, a network for keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def affords(seat: Seat, arch: Arch) -> bool:
 
 
 def require_room(job: Job) -> None:
-    """Raises `UserError` where a client could never train anything. Hard budgets are checked before a method is asked."""
+    """Raises `UserError` where a client could never train anything: nobody checks soft budgets before."""
     smallest = job.space.smallest
     for seat in job.seats:
         if not affords(seat, smallest):

@@ -84,6 +84,10 @@ class Space(ABC):
         """One readable line."""
         return ", ".join(f"{d.name} {d.options[i]}" for d, i in zip(self.dimensions, self.check(arch), strict=True))
 
+    def word(self, arch: Arch) -> str:
+        """The arch without spaces and commas, for a cell of a table: 1-0-2."""
+        return "-".join(map(str, arch))
+
     def draw(self, arch: Arch) -> str:
         """A drawing of the arch as SVG: its pieces as blocks, or what the space says instead."""
         from .draw import chain_svg

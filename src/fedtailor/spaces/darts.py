@@ -133,6 +133,12 @@ class Darts(Space):
         costs = [[(c.flops, c.parameters, c.activations) for c in options] for options in self._costs[1]]
         return tuple(options.index(max(options)) for options in costs)
 
+    def word(self, arch: Arch | Keep) -> str:
+        """Of a sub-network: the places kept on each edge, as in 1-0-0+1-x; x where an edge keeps nothing."""
+        if not _is_keep(arch):
+            return super().word(arch)  # type: ignore[arg-type]
+        return "-".join("+".join(map(str, places)) or "x" for edges in arch for places in edges)
+
     def describe(self, arch: Arch) -> str:
         counts = {
             kind: Counter(op for _, _, op in edges).most_common()
@@ -151,9 +157,14 @@ class Darts(Space):
 
     # sub-networks -----------------------------------------------------------------------------------------------
 
-    def keep_of(self, arch: Arch) -> Keep:
-        """The single path as a sub-network: one operation per edge."""
-        kept = tuple((i,) for i in self.check(arch))
+    def keep_of(self, arch: Arch | Keep) -> Keep:
+        """The single path as a sub-network: one operation per edge. A sub-network is taken as it is.
+
+        So engines, which pass archs on unread, build, cost and draw sub-networks too.
+        """
+        if _is_keep(arch):
+            return self.check_keep(arch)
+        kept = tuple((i,) for i in self.check(arch))  # type: ignore[arg-type]
         return kept[: len(EDGES)], kept[len(EDGES) :]
 
     @cached_property
@@ -304,6 +315,8 @@ class Darts(Space):
         Parameters, buffers and operations are exact. Kept activations are too, but for states read by several pools,
         which are counted once per pool.
         """
+        if _is_keep(arch):  # type: ignore[arg-type]
+            return self.cost_keep(arch)
         rest, edges = self._costs
         return sum((options[i] for options, i in zip(edges, self.check(arch), strict=True)), rest)
 

@@ -12,12 +12,15 @@ Decisions of ours:
 - The first block of a stage never has a shortcut, even where the counts before and after happen to be equal:
   structure is the same for all archs. In MobileNetV2 itself the two are never equal at stride 1.
 - The first stage's block has no expansion (t = 1): its depthwise convolution is as wide as the stem.
+- Convolutions start as in He et al. (2015) by their outputs, and the last norm of blocks with a shortcut at zero (Goyal
+  et al., 2017): without the two this deep network hardly starts to learn on small images, with GroupNorm not at all.
 - `stem = "small"` leaves the stem and the 24-channel stage at stride 1, as is the custom for CIFAR (factor 8 instead of
   32); Luo et al. do not say.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -156,9 +159,14 @@ class MobileNetV2(Space):
             block = InvertedResidual(
                 row.cin, row.hidden, row.cout, 3, row.stride, ACT, norm=self.norm, shortcut=row.block > 0
             )
+            if row.block > 0:
+                nn.init.zeros_(block.project.norm.weight)  # type: ignore[arg-type]
             body.setdefault(f"stage{row.stage}", nn.Sequential()).add_module(str(row.block), block)
             cin = row.cout
         body["last"] = self._last(cin).build()
+        for layer in (m for part in body.values() for m in part.modules() if isinstance(m, nn.Conv2d)):
+            fan_out = layer.out_channels * layer.kernel_size[0] ** 2 / layer.groups
+            nn.init.normal_(layer.weight, std=math.sqrt(2 / fan_out))
         return Chain(nn.Sequential(body), FEATURES, self.classes, self.dropout)
 
     # costs ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,159 @@
+"""FedCS + FedPA: Luo et al., NFFL workshop at NeurIPS 2021, Algorithm 1 and section 4.2. A supernet cut to each client.
+
+Three phases in one run. Warm-up (lines 1-10): clients that can afford the supernet train it as a US-Net. Pruning (lines
+11-22): every client cuts it greedily to its budget, by accuracy on its own training images, without back-propagation.
+FedPA: the sub-networks are trained together, from the supernet's weights or from scratch.
+
+The authors call the whole APFL. The adaptive mixing of Deng et al., which has the same name, is another method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Gt, Le, Lt
+from torch import Tensor, nn
+
+from ..data.batches import steps_for
+from ..engine.client import SCORE_BATCH, Client
+from ..errors import UserError
+from ..method import Job, Reply, Seat, Server, Task
+from ..options import Fraction
+from ..registry import register
+from ..search.partial import learnt, part_of, without_statistics
+from ..search.pruning import Candidate, prune
+from ..search.supernet import affords
+from ..search.uniform import widest
+from ..spaces.measure import tensors_of
+from ..spaces.usnet import sandwich, usnet_loss
+from .fedpa import FedPA
+from .feduniform import FedUniform
+
+
+@register("method", "fedcs")
+@dataclass(frozen=True)
+class FedCS(FedUniform):
+    paper: ClassVar[str] = "Luo et al., NFFL workshop at NeurIPS 2021, Algorithm 1 (FedCS) and section 4.2 (FedPA)"
+    deviations: ClassVar[tuple[str, ...]] = (
+        *FedPA.deviations,
+        "a round's participants are drawn from all clients: in warm-up those without the capacity receive, train and "
+        "send nothing",
+        "a client prunes at its first participation after warm-up, on the supernet as warm-up left it, and trains then",
+        "candidates are judged with batch statistics of the images they are judged on; the paper does not say",
+        "layers tied by shortcuts are cut together; equal accuracies are decided by the larger saving",
+        "what a cut is undone by is the old arch itself, not the inverse of the rounding",
+    )
+
+    warm_up: Fraction = 0.3  # share of the rounds
+    widths: Annotated[int, Ge(2)] = 4  # n of US-Net's sandwich rule: networks trained in each step of warm-up
+    ratio: Annotated[float, Gt(0), Lt(1)] = 0.25  # R, the share of a layer's channels that one cut removes
+    images: Annotated[int, Ge(2), Le(SCORE_BATCH)] = 256  # of the client's training images, to judge candidates on
+    inherit: bool = True  # the supernet's weights; false: train the sub-networks from scratch, as in Table 1
+
+    def check(self, job: Job) -> None:
+        super().check(job)
+        if self.warm_up and not any(affords(seat, job.space.largest) for seat in job.seats[: job.clients]):
+            raise UserError(
+                f"method '{self.name}' warms the supernet up on clients that can afford the largest arch, and none can "
+                "here. Use fleet.name = 'capacity-high' or 'capacity-low', raise fleet.budget, or set method.warm_up=0."
+            )
+
+    def start(self, job: Job) -> Server:
+        weights = without_statistics(job.space.new_weights(job.seed))
+        archs = [job.space.largest if affords(seat, job.space.largest) else () for seat in job.seats]  # (): not yet
+        return Server(job, weights=weights, warm={}, archs=archs)
+
+    def warm_rounds(self, job: Job) -> int:
+        return round(self.warm_up * job.rounds)
+
+    def warmed(self, server: Server) -> Server:
+        """The server, with the supernet put aside for pruning once warm-up is over."""
+        if server.warm or server.round < self.warm_rounds(server.job):
+            return server
+        first = server.weights if self.inherit else without_statistics(server.space.new_weights(server.job.seed))
+        first = {n: t.to(server.weights[n].device) for n, t in first.items()}
+        return server.replace(warm=server.weights, weights=first)
+
+    def ask(self, server: Server, client: Seat) -> Task:
+        if server.round < self.warm_rounds(server.job):  # line 3
+            arch = server.archs[client.id]
+            return Task(server.weights, arch, facts={"warm-up": True}) if arch else Task()
+        server = self.warmed(server)
+        arch = server.archs[client.id]
+        if arch:
+            return Task(part_of(server.space, server.weights, arch), arch)
+        # line 12, and the weights to train from, of which the server cannot know the client's part yet
+        same = self.inherit and server.round == self.warm_rounds(server.job)
+        return Task(server.weights, extra={} if same else server.warm)
+
+    async def work(self, task: Task, client: Client) -> Reply:
+        if not task.weights:
+            return Reply()
+        if "warm-up" in task.facts:
+            return await self.train_usnet(task, client)
+        return await super().work(await self.cut(task, client), client)
+
+    async def train_usnet(self, task: Task, client: Client) -> Reply:
+        """Line 5: every step trains the largest, the smallest and some uniform networks between at once."""
+        net = client.build(task)
+        optimiser = client.local.optimiser(list(net.parameters()), client.lr)
+        rng, images = client.rng("sandwich"), client.size("train")
+        batch = min(client.local.batch, images)
+        steps = steps_for(images, batch, client.local.epochs)
+        total = 0.0
+        for _ in range(steps):
+            archs, seed = sandwich(client.space, rng, self.widths), int(rng.integers(1 << 40))
+
+            def step(x: Tensor, y: Tensor, archs=archs, seed=seed) -> Tensor:
+                optimiser.zero_grad()
+                loss = usnet_loss(client.space, tensors_of(net), archs, x, y, client.local.label_smoothing, seed)
+                loss.backward()
+                if client.local.clip:
+                    nn.utils.clip_grad_norm_(net.parameters(), client.local.clip)
+                optimiser.step()
+                return loss.detach() / len(archs)
+
+            # a job of one step (less than a batch is one), because an engine may capture a job's step and repeat it
+            total += await client.loop(step, [net], epochs=0.5 * batch / images)
+            client.flops += batch * sum(client.space.cost(arch).train_flops for arch in archs[1:])
+        return Reply(client.take(net, only=learnt), task.arch, facts={"loss": total / steps})
+
+    async def cut(self, task: Task, client: Client) -> Task:
+        """Lines 13-21: the client finds its arch, once, and cuts the weights it was sent for all archs."""
+        if task.arch:
+            return task
+        supernet, seat = task.extra or task.weights, client.seat
+
+        async def score(arch: tuple[int, ...]) -> float:
+            return await client.score(Candidate(client.space, supernet, arch), on="train", images=self.images)
+
+        if "arch" not in client.memory:
+            need = lambda arch: max(seat.use(arch).values())  # noqa: E731
+            fits = lambda arch: affords(seat, arch)  # noqa: E731
+            client.memory["arch"] = await prune(client.space, self.ratio, fits, need, score)
+        arch = client.memory["arch"]
+        return Task(part_of(client.space, task.weights, arch), arch)
+
+    def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
+        server = self.warmed(server)
+        archs = list(server.archs)
+        for r in replies:
+            archs[r.client] = r.arch or archs[r.client]
+        # lines 8-9, and FedPA: in warm-up all owners own everything, which is the plain mean by samples
+        return server.replace(weights=server.paste([r for r in replies if r.weights]), archs=archs)
+
+    def offer(self, server: Server, client: Seat) -> Task:
+        """Between rounds a client that has not pruned yet shows the widest uniform network: pruning is for keeps."""
+        server = self.warmed(server)
+        arch = server.archs[client.id]
+        if not arch and server.round < server.job.rounds:
+            arch = widest(server.space, lambda arch: affords(client, arch))
+        return Task(part_of(server.space, server.weights, arch), arch) if arch else self.ask(server, client)
+
+    async def personal(self, task: Task, client: Client) -> nn.Module:
+        return await super().personal(await self.cut(task, client), client)
+
+    def shared(self, server: Server) -> Task | None:
+        return super().shared(self.warmed(server))

@@ -1,0 +1,151 @@
+"""SPIDER: Mushtaq et al., TMLR 2023, Algorithms 1 and 2. A shared supernet, and each client's own network out of it.
+
+Server and clients train one supernet w by FedAvg. Each client also has a network of its own, v_k on architecture A_k:
+first the whole supernet, then ever fewer operations, as the searcher decides on the client's validation data. It learns
+from the others only by the pull towards the received weights of the operations it still has (eq. 4):
+
+    v_k <- v_k - eta * (grad F_k(v_k, A_k) + lambda * (v_k - w_share)),   w_share: the entries of w^t that v_k has
+
+A_k, v_k and its normalisation statistics never leave the client's memory: the server sees the supernet alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from ..engine.client import Client
+from ..errors import UserError
+from ..method import Job, Reply, Server, Task
+from ..options import Count, NonNegative, Positive
+from ..registry import register
+from ..search.perturbation import Schedule, Search, cells_of, decide, network, require_supernet, require_val
+from ..search.spider_milenas import discrete, is_relaxed, mixture, relaxed, train_relaxed
+from ..spaces.base import Space, Weights, paste
+from ..spaces.darts import Darts, Keep
+from .fedavg import FedAvg
+
+
+@register("method", "spider")
+@dataclass(frozen=True)
+class Spider(FedAvg):
+    paper: ClassVar[str] = (
+        "Mushtaq et al., Distributed Architecture Search Over Heterogeneous Distributions, TMLR 2023, Algorithms 1-2"
+    )
+    deviations: ClassVar[tuple[str, ...]] = (
+        "an edge keeps the operation whose removal lowers accuracy most, as the text says; Algorithm 2, line 8 has it "
+        "the other way round",
+        "after the edges every node keeps its two best inputs, as in the authors' code; the paper does not say so. "
+        "Deleted edges stay off, and val joins train only when this is done",
+        "a network without an operation is scored with statistics re-estimated on train; the authors' code scores in "
+        "training mode, with those of val batches",
+        "v_k starts at the first w it meets, with lambda = 0 at the initial weights; the authors draw others",
+        "optimisers start anew every round, and clients are averaged by their training images",
+        "neither the arch nor the weights of v_k are sent; the authors' code sends both for its log",
+        "a client that misses rounds catches up on the search when it is back; one never called trains v_k at the end",
+    )
+    needs = "space"
+
+    lamda: NonNegative = 0.01  # lambda of eq. 4: 0 is local search without the others, inf is v_k = w_share
+    searcher: Literal["perturbation", "milenas"] = "perturbation"
+    warm_up: Count = 0  # t_s, rounds before the search; 0: 30 in 1000
+    tau: Count = 0  # recovery period, rounds between two decisions; 0: 20 in 1000
+    search_rounds: Count = 0  # of milenas; 0: 400 in 1000
+    alpha_lr: Positive = 0.01  # eta_alpha of milenas, appendix C
+    alpha_val: NonNegative = 1.0  # lambda_alpha of milenas: weight of the gradient on val
+    merge_val: bool = True  # train on val too when the search is over
+
+    @classmethod
+    def runs_on(cls, space: type[Space]) -> bool:
+        return issubclass(space, Darts)
+
+    def check(self, job: Job) -> None:
+        require_supernet(job, self.name)
+        self._schedule(job.rounds).check(job.rounds)
+        bound = 2 * (1 + job.local.momentum) / job.local.lr  # where SGD on lambda/2 * |v|^2 begins to diverge
+        if bound <= self.lamda < math.inf and job.local.optimizer == "sgd":
+            raise UserError(
+                f"method.lamda = {self.lamda:g}: steps of local.lr = {job.local.lr:g} overshoot from {bound:g} on. "
+                "Lower it, or take inf, which keeps v_k at the received weights."
+            )
+        if self.searcher == "milenas" and (self.lamda == math.inf or self.search_rounds >= job.rounds):
+            raise UserError(
+                f"method.searcher = 'milenas' needs a finite method.lamda (it is {self.lamda:g}) and fewer "
+                f"search_rounds (it is {self.search_rounds}) than the run's {job.rounds} rounds."
+            )
+
+    async def work(self, task: Task, client: Client) -> Reply:  # Algorithm 1, ClientLocalSearch
+        require_val(client)
+        # Line 17 comes before line 10, and line 18 sees the same batches after both. No update reads the other's, so
+        # this is the paper's alternation; and what is sent is there before anything private is touched.
+        net = network(client, task.weights, cells_of(client.space).full_keep)
+        merged = self.merge_val and self._over(client.round - 1, client.rounds)
+        loss = await client.fit(net, on="train+val" if merged else "train")
+        reply = Reply(client.take(net), facts={"loss": loss})
+        await self._train_own(task, client)
+        return reply
+
+    def merge(self, server: Server, replies: Sequence[Reply]) -> Server:  # line 6
+        parts = [(r.weights, cells_of(server.space).full_keep, float(r.samples)) for r in replies]
+        return server.replace(weights=paste(server.space, server.weights, parts))  # type: ignore[arg-type]
+
+    async def personal(self, task: Task, client: Client) -> nn.Module:
+        v, search = self._own(task, client)
+        if is_relaxed(v):
+            return mixture(v, client)
+        net = self._network(client, v, search.keep)
+        if "search" not in client.memory:  # no round has called this client
+            await self._fit(net, task, client)
+        return net
+
+    def shared(self, server: Server) -> Task:
+        return Task(server.weights, cells_of(server.space).full_keep)  # type: ignore[arg-type]
+
+    async def _train_own(self, task: Task, client: Client) -> None:
+        (v, search), t = self._own(task, client), client.round - 1  # the paper counts from 0
+        if self.searcher == "milenas" and not self._over(t, client.rounds):
+            net = mixture(relaxed(v, client), client)
+            await train_relaxed(net, client, task.weights, self.lamda, self.alpha_lr, self.alpha_val)
+        else:
+            if is_relaxed(v):
+                search = replace(search, keep=discrete(v))
+            elif self.searcher == "perturbation":  # line 10: Algorithm 2
+
+                async def accuracy(keep: Keep) -> float:
+                    return await client.score(self._network(client, v, keep), fresh=True)
+
+                search = await decide(search, self._schedule(client.rounds).due(t), accuracy, client.rng("ties"))
+            net = self._network(client, v, search.keep)
+            await self._fit(net, task, client, again=True)
+        client.memory |= {"search": asdict(search)} | ({} if self.lamda == math.inf else {"v": client.copy(net)})
+
+    async def _fit(self, net: nn.Module, task: Task, client: Client, again: bool = False) -> None:
+        """Lines 11 to 14 and 18. Of w^t the pull reads the entries that the network has: w_share."""
+        if self.lamda < math.inf:
+            await client.fit(net, pull=(task.weights, self.lamda), again=again)
+
+    def _own(self, task: Task, client: Client) -> tuple[Weights, Search]:
+        """v_k and how far its search is."""
+        kept = client.memory.get("search")
+        search = Search(**kept) if kept else Search.begin(cells_of(client.space), client.rng("search"))
+        first = task.weights if self.lamda else client.initial
+        return first if self.lamda == math.inf else client.memory.get("v", first), search
+
+    def _network(self, client: Client, v: Weights, keep: Keep) -> nn.Module:
+        net = network(client, v, keep)
+        if self.lamda == math.inf:
+            net.stale = True  # type: ignore[assignment]  # the statistics that came with w are the whole supernet's
+        return net
+
+    def _schedule(self, rounds: int) -> Schedule:
+        return Schedule.of(self.warm_up, self.tau, rounds)
+
+    def _over(self, t: int, rounds: int) -> bool:
+        """Whether phase 3 has begun, in which nothing is decided on val any more."""
+        milenas = self.search_rounds or Fraction(400, 1000) * rounds
+        return t >= milenas if self.searcher == "milenas" else self._schedule(rounds).over(t)

@@ -1,0 +1,83 @@
+"""MiLeNAS (He et al., CVPR 2020), first order: the local search of FedNAS (eq. 4) and of one of SPIDER's searchers.
+
+A step sees a batch of train and a batch of val:
+
+    alpha <- alpha - eta_alpha * (grad_alpha L_tr(w, alpha) + lambda * grad_alpha L_val(w, alpha))    by Adam
+    w     <- w - eta_w * grad_w L_tr(w, alpha)                                                       by SGD, clipped
+
+in this order, w at the new alpha, as in the authors' code; FedNAS's Algorithm 1 lists w first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+
+PASSES = 7 / 3
+"""A step's arithmetic in ordinary training steps: one for w, and two for alpha, which need no gradients of weights."""
+
+
+def alpha_optimiser(alpha: Sequence[Tensor], lr: float, decay: float = 0.0) -> torch.optim.Optimizer:
+    """Adam with the betas (0.5, 0.999) that DARTS, MiLeNAS and DSNAS give architecture parameters."""
+    cuda = alpha[0].is_cuda
+    return torch.optim.Adam(alpha, lr, betas=(0.5, 0.999), weight_decay=decay, fused=cuda, capturable=cuda)
+
+
+def milenas_step(
+    loss: Callable[[Tensor, Tensor], Tensor],
+    weights: Sequence[nn.Parameter],
+    weights_optimiser: torch.optim.Optimizer,
+    alpha: Sequence[Tensor],
+    alpha_optimiser: torch.optim.Optimizer,
+    *,
+    lamda: float = 1.0,
+    clip: float = 0.0,
+    before: Callable[[], None] | None = None,
+    adjust: Callable[[], None] | None = None,
+) -> Callable[[Batch, Batch], Tensor]:
+    """The step, for `client.loop(step, nets, over=("train", "val"), passes=PASSES)`; it returns the loss on train.
+
+    `loss(x, y)` is the objective on a batch, a function of the weights and of alpha (leaf tensors that require
+    gradients): with a network that takes gates, `lambda x, y: client.loss(net, x, y, gates_of(alpha))`. `clip` bounds
+    the norm of the gradient of w, not of alpha as in the public code. `before` is called first in every step, `adjust`
+    when the gradients of w are there, before they are clipped (SPIDER adds its pull towards the shared weights).
+    """
+    weights, alpha = list(weights), list(alpha)
+
+    def step(train: Batch, val: Batch) -> Tensor:
+        if before is not None:
+            before()
+        slopes = torch.autograd.grad(loss(*train), alpha, materialize_grads=True)
+        if lamda:
+            more = torch.autograd.grad(loss(*val), alpha, materialize_grads=True)
+            slopes = [g + lamda * h for g, h in zip(slopes, more, strict=True)]
+        for a, slope in zip(alpha, slopes, strict=True):
+            a.grad = slope
+        alpha_optimiser.step()
+        weights_optimiser.zero_grad()
+        value = loss(*train)
+        value.backward(inputs=weights)
+        if adjust is not None:
+            adjust()
+        if clip:
+            nn.utils.clip_grad_norm_(weights, clip)
+        weights_optimiser.step()
+        return value.detach()
+
+    return step
+
+
+def cosine(lr: Tensor, end: float, steps: int) -> Callable[[], None]:
+    """Moves `lr` in place from its present value towards `end`, one call per step: FedNAS's schedule of a round."""
+    start, done = float(lr), torch.zeros_like(lr)
+
+    def move() -> None:
+        lr.copy_(end + (start - end) * 0.5 * (1 + torch.cos(done * (math.pi / steps))))
+        done.add_(1)
+
+    return move

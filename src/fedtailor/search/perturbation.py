@@ -1,0 +1,202 @@
+"""Perturbation search (DARTS-PT: Wang et al., ICLR 2021) in the progressive form of SPIDER's Algorithm 2.
+
+An edge keeps the operation whose removal hurts validation accuracy most. When all edges are decided, each node with
+more than two inputs loses, one after the other, the edge whose removal hurts least. Cells of a type share decisions.
+
+A search is a value: `questions` says what is to be scored next, `answered` applies the scores. Who scores is up to the
+method: a client alone (SPIDER), or all of them together (global-perturbation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import cast
+
+import numpy as np
+from torch import nn
+
+from ..engine.client import Client
+from ..errors import UserError
+from ..method import Job, Task
+from ..spaces.base import Arch, Space, Weights
+from ..spaces.darts import Darts, Keep
+from ..spaces.darts_ops import EDGES, EDGES_INTO
+
+NODES = tuple(node for node, edges in EDGES_INTO.items() if len(edges) > 2)  # node 2 has two inputs from the start
+PAPER_ROUNDS, PAPER_WARM_UP, PAPER_TAU = 1000, 30, 20
+Pair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+# the space ----------------------------------------------------------------------------------------------------------
+
+
+def cells_of(space: Space) -> Darts:
+    """The space, which `require_supernet` has seen to be one of cells."""
+    return cast(Darts, space)
+
+
+def require_supernet(job: Job, method: str) -> None:
+    """Raises `UserError` unless the space has cells, and every client's device can train the whole supernet."""
+    if not isinstance(job.space, Darts):
+        raise UserError(
+            f"method.name = '{method}' deletes operations from DARTS cells, but the space is '{job.space.name}'. Use "
+            "--set space.name=darts, for example with --set space.variant=s2."
+        )
+    supernet = cast(Arch, job.space.full_keep)
+    for seat in job.seats:
+        if not seat.fits(supernet):
+            why = seat.budget.why_not(job.space.cost(supernet), seat.batch, seat.profile, seat.images)
+            raise UserError(
+                f"client '{seat.name}': method.name = '{method}' trains the whole supernet on every client, and its "
+                f"budget does not allow {why}. Raise fleet.budget, lower local.batch, or choose a smaller space."
+            )
+
+
+def require_val(client: Client) -> None:
+    """Raises `UserError` where a client has nothing to score on."""
+    if not client.size("val"):
+        raise UserError(
+            f"client '{client.name}' has no validation images, and the search reads nothing else. Raise partition.val."
+        )
+
+
+def network(client: Client, weights: Weights, keep: Keep) -> nn.Module:
+    """The sub-network with these weights, of which it reads its own."""
+    return client.build(Task(weights, cast(Arch, keep)))
+
+
+# when ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Algorithm 2, line 3: an event in every round t >= t_s that is a multiple of tau; rounds count from 0.
+
+    An event decides one edge of each cell type; from the last of these events on, each also reduces one node. With
+    t_s = 30 and tau = 20 that is rounds 40, 60, ... 300 for the edges and 300, 320, 340 for the nodes. Scaled down to
+    a short run tau may be less than a round: then a round has several events.
+    """
+
+    warm_up: Fraction  # t_s
+    tau: Fraction
+
+    @staticmethod
+    def of(warm_up: int, tau: int, rounds: int) -> Schedule:
+        """Where 0 is given, the paper's value for 1000 rounds is scaled to the run's rounds."""
+        scale = Fraction(rounds, PAPER_ROUNDS)
+        return Schedule(Fraction(warm_up) or PAPER_WARM_UP * scale, Fraction(tau) or PAPER_TAU * scale)
+
+    @property
+    def first(self) -> Fraction:
+        return -(-self.warm_up // self.tau) * self.tau
+
+    @property
+    def last(self) -> Fraction:
+        """When the last decision is made."""
+        return self.first + (len(EDGES) + len(NODES) - 2) * self.tau
+
+    def due(self, t: int) -> tuple[int, int]:
+        """How many edges and how many nodes of each cell type are decided by round t."""
+        events = max(0, (t - self.first) // self.tau + 1)
+        return min(events, len(EDGES)), min(max(0, events - len(EDGES) + 1), len(NODES))
+
+    def over(self, t: int) -> bool:
+        """Whether all is decided by round t."""
+        return t >= self.last
+
+    def check(self, rounds: int) -> None:
+        """Raises `UserError` where the run is too short; a schedule scaled to it never is."""
+        if self.last > rounds - 1 and rounds > 1:
+            raise UserError(
+                f"method.warm_up = {float(self.warm_up):g} and method.tau = {float(self.tau):g} put the last decision "
+                f"of the search into round {float(self.last + 1):g} of {rounds}. Lower them (0: scaled to the run), or "
+                "raise 'rounds'."
+            )
+
+
+# what ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Search:
+    """How far a search is. `edges` and `nodes` wait in random order, by cell type: the set E_s of Algorithm 2."""
+
+    keep: Keep
+    edges: Pair
+    nodes: Pair
+
+    @staticmethod
+    def begin(space: Darts, rng: np.random.Generator) -> Search:
+        edges, nodes = (
+            (_shuffled(things, rng), _shuffled(things, rng)) for things in (tuple(range(len(EDGES))), NODES)
+        )
+        return Search(space.full_keep, edges, nodes)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which operation of an edge to keep, or which edge of a node to delete."""
+
+    kind: int  # 0: normal cell, 1: reduction cell
+    edge: int | None
+    node: int | None
+    removed: tuple[int, ...]  # the operation, or else the edge, that each candidate does without
+    candidates: tuple[Keep, ...]
+
+
+def questions(search: Search, due: tuple[int, int]) -> list[Question]:
+    """What is open now. Of a node only one deletion is, since the next depends on it."""
+    found: list[Question] = []
+    for kind in (0, 1):
+        edges, nodes, kept = search.edges[kind], search.nodes[kind], search.keep[kind]
+        for e in edges[: max(0, due[0] - len(EDGES) + len(edges))]:
+            without = tuple(_with(search.keep, kind, e, tuple(j for j in kept[e] if j != i)) for i in kept[e])
+            found.append(Question(kind, e, None, kept[e], without))
+        for node in nodes[: max(0, due[1] - len(NODES) + len(nodes)) if not edges else 0]:
+            alive = tuple(e for e in EDGES_INTO[node] if kept[e])  # a deleted edge stays off
+            found.append(Question(kind, None, node, alive, tuple(_with(search.keep, kind, e, ()) for e in alive)))
+    return found
+
+
+def answered(search: Search, question: Question, accuracies: Sequence[float], rng: np.random.Generator) -> Search:
+    """The search after a question, given the accuracy of each candidate; chance decides between equals."""
+    kind = question.kind
+    if question.edge is not None:  # the text and the authors' code, not line 8: the largest drop marks the best one
+        best = question.removed[_pick(accuracies, min(accuracies), rng)]
+        keep = _with(search.keep, kind, question.edge, (best,))
+        return replace(search, keep=keep, edges=_less(search.edges, kind, question.edge))
+    assert question.node is not None
+    worst = question.removed[_pick(accuracies, max(accuracies), rng)]
+    keep = _with(search.keep, kind, worst, ())
+    done = len(question.removed) - 1 <= 2
+    return replace(search, keep=keep, nodes=_less(search.nodes, kind, question.node) if done else search.nodes)
+
+
+async def decide(
+    search: Search, due: tuple[int, int], score: Callable[[Keep], Awaitable[float]], rng: np.random.Generator
+) -> Search:
+    """The search after everything that is due, one decision after the other."""
+    while asked := questions(search, due):
+        search = answered(search, asked[0], [await score(keep) for keep in asked[0].candidates], rng)
+    return search
+
+
+def _with(keep: Keep, kind: int, edge: int, places: tuple[int, ...]) -> Keep:
+    changed = (*keep[kind][:edge], places, *keep[kind][edge + 1 :])
+    return (changed, keep[1]) if kind == 0 else (keep[0], changed)
+
+
+def _less(pair: Pair, kind: int, gone: int) -> Pair:
+    left = tuple(i for i in pair[kind] if i != gone)
+    return (left, pair[1]) if kind == 0 else (pair[0], left)
+
+
+def _shuffled(things: tuple[int, ...], rng: np.random.Generator) -> tuple[int, ...]:
+    return tuple(int(i) for i in rng.permutation(things))
+
+
+def _pick(values: Sequence[float], wanted: float, rng: np.random.Generator) -> int:
+    equals = [i for i, value in enumerate(values) if value == wanted]
+    return equals[int(rng.integers(len(equals)))]
