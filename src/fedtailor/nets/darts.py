@@ -8,6 +8,7 @@ the [net] table that builds them again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +20,7 @@ from ..spaces.base import Arch
 from ..spaces.darts import TYPES, Darts, Gates, Keep, Kept, Network, Variant
 from ..spaces.darts_ops import EDGES
 from ..spaces.layers import Norm
-from ..spaces.measure import Piece, count
+from ..spaces.measure import FLOAT_BYTES, Cost, Piece
 from .base import FixedNet
 
 ALPHA = tuple(f"alpha_{kind}" for kind in TYPES)
@@ -64,6 +65,9 @@ class DartsCell(_DartsNet):
 
     def module(self) -> nn.Module:
         return self.space.derived(self.keep, self.drop_path)
+
+    def pieces(self, arch: Arch) -> dict[str, Piece]:
+        return self.space.pieces_keep(self.keep, affine=True)
 
     def word(self, arch: Arch) -> str:
         return self.space.word(self.keep)  # type: ignore[arg-type]
@@ -116,12 +120,17 @@ class DartsMixture(_DartsNet):
         return "every operation of every edge, weighed by the softmax of alpha"
 
     def pieces(self, arch: Arch) -> dict[str, Piece]:
-        return {"": self._counted}
+        return self._pieces
 
     @cached_property
-    def _counted(self) -> Piece:
-        """Counted with α open to gradients: the search keeps every operation's output for them."""
-        return count(lambda: self.module().searched(), [self.input])
+    def _pieces(self) -> dict[str, Piece]:
+        """Those of the supernet, and α, for whose gradient a search keeps the output of every operation."""
+        found = self.space.pieces_keep(self.space.full_keep)
+        outputs = [p.outputs[0] for name, p in found.items() if ".edges." in name]
+        shape = (len(EDGES), self.space.choices)
+        kept = FLOAT_BYTES * sum(map(math.prod, outputs))
+        alpha = Cost(buffers=len(ALPHA) * math.prod(shape), activations=kept)
+        return {"": Piece(alpha, tuple((name, shape) for name in ALPHA), ()), **found}
 
 
 def mixture_of(space: Darts) -> DartsMixture:

@@ -25,6 +25,8 @@ from ..errors import UserError
 from ..seeds import Key, torch_seed
 from .measure import Cost, Piece, count, tensors_of, total
 
+_add, _add_, _sub, _div_ = torch._foreach_add, torch._foreach_add_, torch._foreach_sub, torch._foreach_div_  # type: ignore
+
 Arch = tuple[int, ...]
 Weights = dict[str, Tensor]
 Index = tuple[slice, ...]
@@ -93,6 +95,10 @@ class Space(ABC):
         from .draw import chain_svg
 
         return chain_svg(self, self.check(arch))
+
+    def __deepcopy__(self, memo: object) -> Space:
+        """A space is a value: copies of a network share it, with what it has counted so far."""
+        return self
 
     # archs ------------------------------------------------------------------------------------------------------
 
@@ -311,47 +317,47 @@ def paste(
     differences, new = old + sum(mass * (part - old)) / sum(mass). A part may leave out tensors (`keys` limits them
     too), and then does not own them.
     """
-    change: Weights = {}
-    owners: dict[str, list[tuple[Index, float]]] = {}
     wanted = None if keys is None else set(keys)
+    owned: list[tuple[Weights, list[tuple[str, Index]], float]] = []
     for part, arch, mass in parts:
         index = space.index(arch)
-        names = [name for name in part if wanted is None or name in wanted]
-        for name in names:
+        for name in part:
             if name not in index:
                 raise UserError(f"a part of '{space.name}' with arch {arch} has no tensor '{name}'.")
-            if name not in change:
-                # -0.0 leaves every number as it is when added, +0.0 would turn -0.0 into itself
-                change[name], owners[name] = torch.full_like(weights[name], -0.0), []
-            owners[name].append((index[name], float(mass)))
-        old = [_at(weights[name], index[name]) for name in names]
-        for name, was in zip(names, old, strict=True):
-            if part[name].shape != was.shape:
-                shapes = f"{tuple(part[name].shape)}, not {tuple(was.shape)}"
-                raise UserError(f"a part of '{space.name}' with arch {arch}: '{name}' has shape {shapes}.")
-        # old - part times -mass rather than part - old times mass: where they are equal this is -0.0 again
-        moved = torch._foreach_sub(old, [part[name] for name in names])  # type: ignore
-        torch._foreach_add_([_at(change[name], index[name]) for name in names], moved, alpha=-mass)  # type: ignore
-    merged = dict(weights)
-    masses: dict[tuple[object, ...], Tensor | float] = {}
-    for name, summed in change.items():
-        key = (weights[name].shape, *((id(at), mass) for at, mass in owners[name]))  # a layer's tensors share theirs
-        if key not in masses:
-            masses[key] = _mass(weights[name], owners[name])
-        merged[name] = summed.div_(masses[key]).add_(weights[name])
-    return merged
+        owned.append((part, [(n, index[n]) for n in part if wanted is None or n in wanted], float(mass)))
+    touched = {name: weights[name] for _, places, _ in owned for name, _ in places}
+    if not touched:
+        return dict(weights)
+    # -0.0 leaves every number as it is when it is added, where +0.0 would turn -0.0 into itself; tiny is a divisor for
+    # entries that nobody owns and is lost when a mass is added to it
+    change = _filled(touched, -0.0)
+    masses = _filled(touched, torch.finfo(next(iter(touched.values())).dtype).tiny)
+    for part, places, mass in owned:
+        views = {name: _at(touched[name], at) for name, at in places}
+        for name, view in views.items():
+            if part[name].shape != view.shape:
+                shapes = f"{tuple(part[name].shape)}, not {tuple(view.shape)}"
+                raise UserError(f"a part of '{space.name}': '{name}' has shape {shapes}.")
+        for dense in (True, False):  # on a GPU, what lies in one piece of memory takes one kernel for all tensors
+            some = [(name, at) for name, at in places if views[name].is_contiguous() == dense]
+            if some:
+                # old - part times -mass, not part - old times mass: where they are equal this is -0.0 again
+                moved = _sub([views[name] for name, _ in some], [part[name] for name, _ in some])
+                _add_([_at(change[name], at) for name, at in some], moved, alpha=-mass)
+                _add_([_at(masses[name], at) for name, at in some], mass)
+    _div_(list(change.values()), list(masses.values()))
+    return weights | dict(zip(touched, _add(list(touched.values()), list(change.values())), strict=True))
+
+
+def _filled(like: Weights, value: float) -> Weights:
+    """Tensors of these shapes full of one value, made in one go where they are all of a kind."""
+    first = next(iter(like.values()))
+    if any(t.dtype != first.dtype or t.device != first.device for t in like.values()):
+        return {name: torch.full_like(t, value) for name, t in like.items()}
+    sizes = [t.numel() for t in like.values()]
+    flat = torch.full((sum(sizes),), value, dtype=first.dtype, device=first.device).split(sizes)
+    return {name: part.view(t.shape) for (name, t), part in zip(like.items(), flat, strict=True)}
 
 
 def _at(tensor: Tensor, at: Index) -> Tensor:
     return tensor[at] if at else tensor
-
-
-def _mass(like: Tensor, owners: Sequence[tuple[Index, float]]) -> Tensor | float:
-    """The owners' summed mass for each entry; where there is none, a number that can be divided by."""
-    tiny = torch.finfo(like.dtype).tiny  # lost when a mass is added to it
-    if all(s == slice(None) for at, _ in owners for s in at):
-        return sum(mass for _, mass in owners) or tiny
-    found = torch.full_like(like, tiny)
-    for at, mass in owners:
-        found[at] += mass
-    return found
