@@ -459,7 +459,7 @@ def test_space_show(wide: CliRunner, tmp_path: Path):
         (["tiny", "--arch", "1,0"], "has 6 numbers, not 2"),
         (["tiny", "--arch", "big"], "--arch big: expected whole numbers"),
         (["tiny", "--input", "32,32"], "--input 32,32"),
-        (["tiny", "--set", "norm"], "--set norm: write option=value"),
+        (["tiny", "--set", "norm"], "--set norm: write it as key=value"),
         (["tiny", "--set", "norm=layer"], "norm = 'layer'"),
         (["cnn", "--set", "wdth=3"], "Did you mean 'width'?"),
     ],

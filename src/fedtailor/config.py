@@ -157,8 +157,13 @@ def load(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | Se
     pairs = changes.items() if isinstance(changes, Mapping) else [_pair(text) for text in changes]
     for key, value in pairs:
         table = _changed(table, key.split("."), value, key)
-    config = from_table(table)
-    return resolve(config)
+    return resolve(from_table(table))
+
+
+def change(table: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """The table with one `key=value` applied; keys may be dotted, values are TOML or plain words."""
+    key, value = _pair(text)
+    return _changed(table, key.split("."), value, key)
 
 
 def from_table(table: Mapping[str, Any]) -> Config:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from . import fleet, partition, report, space
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 console = Console()
 app = typer.Typer(
@@ -40,6 +43,9 @@ Set = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")]
 Workers = Annotated[int, typer.Option(help="Clients trained at once on a CPU; 0 = one per core. Changes no number.")]
+Engine = Annotated[
+    str, typer.Option(help="How to run clients: auto, or eager for the plain path, one step after another.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")]
 DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="Folder with the data; else `data.dir` or $FEDTAILOR_DATA.")
@@ -52,6 +58,7 @@ def run(
     changes: Set = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run; default: a new one under runs/.")] = None,
     device: Device = "auto",
+    engine: Engine = "auto",
     workers: Workers = 0,
     data_dir: DataDir = None,
     quiet: Quiet = False,
@@ -74,13 +81,14 @@ def run(
     folder = out or free_folder(
         Path("runs"), f"{loaded.data.name.replace(':', '-').replace('/', '-')}-{loaded.method['name']}"
     )
-    _run(folder, device, workers, quiet, config=loaded)
+    _run(folder, device, engine, workers, quiet, loaded)
 
 
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     device: Device = "auto",
+    engine: Engine = "auto",
     workers: Workers = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -88,10 +96,10 @@ def resume(
 
     On a CPU the numbers are the same, bit for bit, as if it had never stopped.
     """
-    _run(folder, device, workers, quiet)
+    _run(folder, device, engine, workers, quiet)
 
 
-def _run(folder: Path, device: str, workers: int, quiet: bool, config=None) -> None:
+def _run(folder: Path, device: str, engine: str, workers: int, quiet: bool, config: Config | None = None) -> None:
     from ..run.execute import resume as resume_run
     from ..run.execute import start
     from ..run.results import Results
@@ -100,9 +108,9 @@ def _run(folder: Path, device: str, workers: int, quiet: bool, config=None) -> N
     watch = watcher(console, quiet)
     try:
         if config is None:
-            resume_run(folder, device, workers, watch)
+            resume_run(folder, device, workers, watch, engine)
         else:
-            start(config, folder, device, workers, watch)
+            start(config, folder, device, workers, watch, engine=engine)
     except KeyboardInterrupt:
         console.print(f"\nStopped. Continue with: fedtailor resume {folder}", soft_wrap=True)
         raise typer.Exit(130) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,23 +103,12 @@ def read_arch(space: Space, text: str, seed: int) -> Arch:
 
 
 def read_settings(settings: list[str]) -> dict[str, Any]:
-    """The table of `option=value` texts; values are TOML, `table.option=value` sets an option of an inner table."""
+    """The table of `option=value` texts; `table.option=value` sets an option of an inner table."""
+    from ..config import change
+
     table: dict[str, Any] = {}
     for text in settings:
-        path, equals, raw = (part.strip() for part in text.partition("="))
-        if not equals or not path:
-            raise UserError(f"--set {text}: write option=value.")
-        try:
-            value = tomllib.loads(f"value = {raw}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = raw  # a word whose quotes the shell has taken
-        *outer, last = path.split(".")
-        inner = table
-        for key in outer:
-            inner = inner.setdefault(key, {})
-            if not isinstance(inner, dict):
-                raise UserError(f"--set {text}: '{key}' is a value, not a table.")
-        inner[last] = value
+        table = change(table, text)
     return table
 
 

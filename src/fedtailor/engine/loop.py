@@ -102,10 +102,9 @@ class Federation:
             ]
         )
         times: dict[int, float] = {}
-        share = len(seats) if self.rules.shared_link else 1
         for seat, task, client, reply in zip(seats, tasks, clients, replies, strict=True):
             down, up = bytes_of([task.weights, task.extra]), bytes_of([reply.weights, reply.extra])
-            times[seat.id] = round_seconds(seat.profile, down * share, up * share, client.flops)
+            times[seat.id] = round_seconds(seat.profile, down, up, client.flops)
             rows = {"bytes_down": down, "bytes_up": up, "seconds": times[seat.id], "flops": client.flops}
             events += [Event(number, seat.id, "", metric, value) for metric, value in rows.items()]
             splits = {"loss": "train", "accuracy": "val"}

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import ClassVar, Literal
 
 from torch import nn
@@ -24,7 +25,7 @@ from ..errors import UserError
 from ..method import Job, Reply, Server, Task
 from ..options import Count, NonNegative, Positive
 from ..registry import register
-from ..search.perturbation import Schedule, Search, cells_of, decide, network, require_supernet, require_val
+from ..search.perturbation import Schedule, Search, accuracy, cells_of, decide, network, require_supernet, require_val
 from ..search.spider_milenas import discrete, is_relaxed, mixture, relaxed, train_relaxed
 from ..spaces.base import Space, Weights, paste
 from ..spaces.darts import Darts, Keep
@@ -42,8 +43,7 @@ class Spider(FedAvg):
         "the other way round",
         "after the edges every node keeps its two best inputs, as in the authors' code; the paper does not say so. "
         "Deleted edges stay off, and val joins train only when this is done",
-        "a network without an operation is scored with statistics re-estimated on train; the authors' code scores in "
-        "training mode, with those of val batches",
+        "candidates are scored on the statistics of the val images, as in the authors' code, without updating v_k's",
         "v_k starts at the first w it meets, with lambda = 0 at the initial weights; the authors draw others",
         "optimisers start anew every round, and clients are averaged by their training images",
         "neither the arch nor the weights of v_k are sent; the authors' code sends both for its log",
@@ -115,11 +115,8 @@ class Spider(FedAvg):
             if is_relaxed(v):
                 search = replace(search, keep=discrete(v))
             elif self.searcher == "perturbation":  # line 10: Algorithm 2
-
-                async def accuracy(keep: Keep) -> float:
-                    return await client.score(self._network(client, v, keep), fresh=True)
-
-                search = await decide(search, self._schedule(client.rounds).due(t), accuracy, client.rng("ties"))
+                net, due = self._network(client, v, search.keep), self._schedule(client.rounds).due(t)
+                search = await decide(search, due, partial(accuracy, client, net), client.rng("ties"))
             net = self._network(client, v, search.keep)
             await self._fit(net, task, client, again=True)
         client.memory |= {"search": asdict(search)} | ({} if self.lamda == math.inf else {"v": client.copy(net)})

@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +35,8 @@ from ..values import write_bytes, write_value
 from . import checkpoint
 from .events import EventLog
 
+Say = Callable[[str], None]
+
 
 class Watcher:
     """Follows a run; the default says nothing."""
@@ -58,9 +61,11 @@ class Setup:
     job: Job
     fleet: fleets.Fleet
 
-    def federation(self, device: torch.device, workers: int, engine: str = "auto") -> tuple[Federation, Store]:
+    def federation(
+        self, device: torch.device, workers: int, engine: str = "auto", say: Say = print
+    ) -> tuple[Federation, Store]:
         learn, test = stores(self.dataset, self.partition, device)
-        runs = make_engine(device, workers, engine)
+        runs = make_engine(device, workers, engine, say)
         return Federation(self.job, self.method, learn, runs, self.fleet, self.config.make_fleet()), test
 
 
@@ -79,26 +84,26 @@ def prepare(config: Config, saved: Path | None = None) -> Setup:
     largest, batch = space.cost(space.largest), config.local.batch
     seats = []
     for i, device in enumerate(fleet):
-        samples = len(partition.indices(i, TRAIN))
+        name, samples = partition.names[i], len(partition.indices(i, TRAIN))
         images = int(samples * config.local.epochs)
+        profile = device.profile.sharing(config.participants) if rules.shared_link else device.profile
         if rules.hard:
-            require_feasible(space, device.budget, partition.names[i], batch, device.profile, images)
-        budget = device.budget.absolute(largest, batch, device.profile, images)
-        seat = Seat(i, partition.names[i], samples, device.profile, budget, rules.hard, space, batch, images)
-        seats.append(seat)
+            require_feasible(space, device.budget, name, batch, profile, images)
+        budget = device.budget.absolute(largest, batch, profile, images)
+        seats.append(Seat(i, name, samples, profile, budget, rules.hard, space, batch, images))
     job = Job(space, tuple(seats), partition.clients, config.participants, config.rounds, config.seed, config.local)
     method.check(job)
     return Setup(config, method, dataset, partition, job, fleet)
 
 
-def make_engine(device: torch.device, workers: int, name: str = "auto") -> LocalEngine:
+def make_engine(device: torch.device, workers: int, name: str = "auto", say: Say = print) -> LocalEngine:
     """The engine for a device; `eager` is the plain one, client after client."""
     if name not in ("auto", "eager"):
         raise UserError(f"--engine {name}: use auto or eager.")
     if device.type == "cuda" and name == "auto":
         from ..engine.cuda import CudaEngine
 
-        return CudaEngine(device)
+        return CudaEngine(device, say=say)
     return LocalEngine(device, workers)
 
 
@@ -111,10 +116,18 @@ def choose_device(name: str) -> torch.device:
 
 
 def start(
-    config: Config, out: Path, device: str = "auto", workers: int = 0, watch: Watcher | None = None, command: str = ""
+    config: Config,
+    out: Path,
+    device: str = "auto",
+    workers: int = 0,
+    watch: Watcher | None = None,
+    command: str = "",
+    engine: str = "auto",
 ) -> Path:
     """Runs a config in a new folder; returns the folder."""
     chosen = choose_device(device)
+    if out.is_file():
+        raise UserError(f"{out} is a file. Choose a folder for --out.")
     if out.exists() and any(out.iterdir()):
         what = "holds another run" if (out / "run.json").exists() else "is not empty"
         raise UserError(f"{out} {what}. Continue it with 'fedtailor resume {out}', or choose another --out.")
@@ -122,10 +135,12 @@ def start(
     write_bytes(out / "config.toml", config.to_toml().encode())
     setup.partition.save(out / "partition.npz")
     _write_facts(out, _facts(setup, chosen, command))
-    return _continue(setup, out, chosen, workers, watch or Watcher())
+    return _continue(setup, out, chosen, workers, watch or Watcher(), engine)
 
 
-def resume(out: Path, device: str = "auto", workers: int = 0, watch: Watcher | None = None) -> Path:
+def resume(
+    out: Path, device: str = "auto", workers: int = 0, watch: Watcher | None = None, engine: str = "auto"
+) -> Path:
     """Continues a run from its newest whole checkpoint; a finished run is left as it is."""
     facts = read_facts(out)
     if facts["status"] == "done":
@@ -134,12 +149,12 @@ def resume(out: Path, device: str = "auto", workers: int = 0, watch: Watcher | N
     if not (out / "config.toml").is_file() or not (out / "partition.npz").is_file():
         raise UserError(f"{out} was stopped before its setup was saved. Delete the folder and start the run again.")
     setup = prepare(load_config(out / "config.toml"), out / "partition.npz")
-    return _continue(setup, out, choose_device(device), workers, watch or Watcher())
+    return _continue(setup, out, choose_device(device), workers, watch or Watcher(), engine)
 
 
-def _continue(setup: Setup, out: Path, device: torch.device, workers: int, watch: Watcher) -> Path:
+def _continue(setup: Setup, out: Path, device: torch.device, workers: int, watch: Watcher, engine: str) -> Path:
     config, job = setup.config, setup.job
-    federation, test = setup.federation(device, workers)
+    federation, test = setup.federation(device, workers, engine, watch.say)
     found = checkpoint.load(out / "checkpoints", job, device, watch.say)
     state, log_bytes = found if found else (federation.begin(), None)
     log = EventLog(out / "events.csv", log_bytes)

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import cast
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from ..engine.client import Client
 from ..errors import UserError
@@ -65,6 +65,36 @@ def require_val(client: Client) -> None:
 def network(client: Client, weights: Weights, keep: Keep) -> nn.Module:
     """The sub-network with these weights, of which it reads its own."""
     return client.build(Task(weights, cast(Arch, keep)))
+
+
+class Perturbed(nn.Module):
+    """A network as if it had only the operations of `keep`, for scoring: the others' outputs count for nothing.
+
+    Its norms use the statistics of the images before them, as DARTS-PT's and the authors' code do: the running ones
+    belong to the network with all its operations. They stay as they are, which in that code they do not.
+    """
+
+    def __init__(self, net: nn.Module, space: Darts, keep: Keep) -> None:
+        super().__init__()
+        self.net, self.cost = net, space.cost_keep(keep)
+        device = next(net.parameters()).device
+        self.gates = tuple(rows.to(device) for rows in space.gates_of(keep))
+        self.norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        momenta = [norm.momentum for norm in self.norms]
+        for norm in self.norms:
+            norm.training, norm.momentum = True, 0.0
+        try:
+            return self.net(x, self.gates)
+        finally:
+            for norm, momentum in zip(self.norms, momenta, strict=True):
+                norm.training, norm.momentum = False, momentum
+
+
+async def accuracy(client: Client, net: nn.Module, keep: Keep) -> float:
+    """The network's accuracy on the client's val with the operations of `keep` alone."""
+    return await client.score(Perturbed(net, cells_of(client.space), keep))
 
 
 # when ---------------------------------------------------------------------------------------------------------------
