@@ -54,7 +54,7 @@ class Local:
         return self.lr * 0.5 * (1 + math.cos(math.pi * min(round - 1, rounds) / rounds))
 
     def optimiser(self, parameters: Sequence[torch.nn.Parameter], lr: float | torch.Tensor) -> torch.optim.Optimizer:
-        """A fresh optimiser: its state does not outlive the job. On a GPU it is one fused kernel that can be captured."""
+        """A fresh optimiser: its state does not outlive the job. On a GPU it is one fused, capturable kernel."""
         import torch
 
         cuda = parameters[0].is_cuda
@@ -82,6 +82,7 @@ class Config:
     rounds: AtLeastOne = 10
     evaluate_every: Count = 0  # rounds between evaluations on val; 0 = about ten times in the run
     checkpoint_every: Count = 0  # rounds between checkpoints; 0 = about ten times in the run
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of training on a GPU; fp32 is the reference
     method: dict[str, Any] = field(default_factory=lambda: {"name": "fedavg"})
     space: dict[str, Any] = field(default_factory=dict)
     net: dict[str, Any] = field(default_factory=dict)

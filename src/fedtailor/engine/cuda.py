@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
 from .jobs import Fit, Job, Loop, Score
-from .local import Cannot, LocalEngine, replace_dropout
+from .local import Cannot, LocalEngine, ready
 from .replay import FitSlot, LoopReplay, Replay
 
 T = TypeVar("T")
@@ -30,9 +30,15 @@ class CudaEngine(LocalEngine):
     """Runs client work on one GPU, as many clients at a time as `lanes`."""
 
     def __init__(
-        self, device: torch.device, lanes: int = 16, slots: int = 48, say: Callable[[str], None] = print
+        self,
+        device: torch.device,
+        precision: str = "fp32",
+        lanes: int = 16,
+        slots: int = 48,
+        say: Callable[[str], None] = print,
     ) -> None:
-        super().__init__(device)
+        super().__init__(device, precision=precision)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
         self.lanes = lanes
         self.most_slots = slots
         self._streams = [torch.cuda.Stream(device) for _ in range(lanes)]
@@ -63,7 +69,7 @@ class CudaEngine(LocalEngine):
         for name, buffer in net.named_buffers():
             if name.endswith(("num_batches_tracked", "counter")):
                 buffer.zero_()
-        replace_dropout(net)
+        ready(net)
         net.space, net.arch = space, arch  # type: ignore[assignment]
         return net.to(self.device)
 
@@ -181,13 +187,13 @@ class CudaEngine(LocalEngine):
 
     def _prepare(self, job: Job, lane: torch.cuda.Stream) -> Replay:
         if isinstance(job, Loop):
-            return LoopReplay(job, lane)
+            return LoopReplay(job, lane, self.precision)
         assert isinstance(job, Fit)
         if job.loss is not None:
             raise Cannot("the method gives its own loss to fit")
         key = FitSlot.key_of(job)
         free = self._slots.get(key)
-        slot = free.pop() if free else FitSlot(job, key)
+        slot = free.pop() if free else FitSlot(job, key, self.precision)
         if slot.net is job.net:  # a new slot keeps the network it was made for: it must not go back to the pool
             self._given = [(k, net) for k, net in self._given if net is not job.net]
         slot.begin(job, lane)

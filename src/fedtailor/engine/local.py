@@ -41,8 +41,8 @@ class Cannot(Exception):
 class LocalEngine:
     """Runs client work on one device."""
 
-    def __init__(self, device: torch.device, workers: int = 0) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, workers: int = 0, precision: str = "fp32") -> None:
+        self.device, self.precision = device, precision
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers = 1 if device.type != "cpu" else workers or cores
         self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
@@ -59,7 +59,7 @@ class LocalEngine:
     def _make(self, space: Space, arch: Arch) -> nn.Module:
         with torch_seed("template"):  # its random weights are never used, but drawing them moves the generator
             net = space.build(arch)
-        replace_dropout(net)
+        ready(net)
         net.space, net.arch = space, arch  # type: ignore[assignment]
         return net.to(self.device)
 
@@ -141,7 +141,8 @@ class LocalEngine:
             if self._stop.is_set():
                 raise Stopped
             pairs = [draw(i) for draw in batches]
-            total += job.step(*(pairs[0] if len(pairs) == 1 else pairs))
+            with lowered(self.precision):
+                total += job.step(*(pairs[0] if len(pairs) == 1 else pairs))
         return self._checked(float(total) / max(1, job.steps))
 
     @staticmethod
@@ -182,18 +183,29 @@ def recalibrate(net: nn.Module, draw: Callable[[int], tuple[Tensor, Tensor]], ba
     net.eval()
     for layer in layers:
         layer.train()
-        layer.reset_running_stats()
-        layer.momentum = None  # cumulative mean
     for i in range(batches):
+        for layer in layers:
+            layer.momentum = 1 / (i + 1)  # the plain mean of the batches so far
         net(draw(i)[0])
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
     net.train(training)
 
 
-def replace_dropout(net: nn.Module) -> None:
-    """Gives a user's network counter-based dropout, so that its numbers do not depend on who runs first."""
+def ready(net: nn.Module) -> nn.Module:
+    """Makes a network fit for engines: dropout by counter, so that its numbers do not depend on who runs first, and no
+    count of batches in normalisation layers, which nothing reads and every step would pay for."""
     for module in list(net.modules()):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
+            module.num_batches_tracked = None
         for name, child in module.named_children():
             if type(child) is nn.Dropout:
                 setattr(module, name, Dropout(child.p))
+    return net
+
+
+def lowered(precision: str) -> contextlib.AbstractContextManager[object]:
+    """The block in which a step computes in bfloat16 where that is asked for."""
+    if precision != "bf16":
+        return contextlib.nullcontext()
+    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)

@@ -17,7 +17,7 @@ from ..data.batches import Stream
 from ..spaces.layers import seed_dropout
 from ..spaces.measure import tensors_of
 from .jobs import Fit, Loop
-from .local import Cannot
+from .local import Cannot, lowered
 from .steps import objective, pull_
 
 CHUNK = 128  # steps whose batches are prepared at once
@@ -29,7 +29,8 @@ class Replay:
     stream: torch.cuda.Stream
     graph: torch.cuda.CUDAGraph
 
-    def __init__(self, streams: Sequence[Stream], device: torch.device) -> None:
+    def __init__(self, streams: Sequence[Stream], device: torch.device, precision: str) -> None:
+        self.precision = precision
         self.total = torch.zeros((), device=device)
         self.counter = torch.zeros(1, device=device, dtype=torch.int64)
         self.buffers: list[tuple[Tensor, Tensor]] = []
@@ -53,7 +54,8 @@ class Replay:
         with torch.cuda.stream(self.stream):
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self.total += step()
+                with lowered(self.precision):
+                    self.total += step()
                 self.counter += 1
             except Exception as error:
                 with contextlib.suppress(RuntimeError):  # void already; what voided it is the error to report
@@ -94,10 +96,10 @@ class Replay:
 class FitSlot(Replay):
     """The captured step of an ordinary fit. It keeps the network of its first job; later jobs copy their weights in."""
 
-    def __init__(self, job: Fit, key: Hashable) -> None:
+    def __init__(self, job: Fit, key: Hashable, precision: str) -> None:
         net = job.net
         device = next(net.parameters()).device
-        super().__init__([job.stream], device)
+        super().__init__([job.stream], device, precision)
         self.key, self.net, self.local = key, net.train(), job.local
         named = dict(net.named_parameters())
         chosen = set(job.train)
@@ -160,9 +162,9 @@ class FitSlot(Replay):
 class LoopReplay(Replay):
     """A method's own step: the first one is run, the rest replayed."""
 
-    def __init__(self, job: Loop, lane: torch.cuda.Stream) -> None:
+    def __init__(self, job: Loop, lane: torch.cuda.Stream, precision: str) -> None:
         device = job.streams[0].split.labels.device
-        super().__init__(job.streams, device)
+        super().__init__(job.streams, device, precision)
         self.stream = lane
         for net in job.nets:
             net.train()
@@ -174,7 +176,8 @@ class LoopReplay(Replay):
             return job.step(*(pairs[0] if len(pairs) == 1 else pairs))
 
         with torch.cuda.stream(lane):  # the first step makes optimiser states and workspaces, outside the capture
-            self.total += step()
+            with lowered(precision):
+                self.total += step()
             self.counter += 1
         self.done = 1
         if self.left:

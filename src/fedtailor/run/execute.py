@@ -65,7 +65,7 @@ class Setup:
         self, device: torch.device, workers: int, engine: str = "auto", say: Say = print
     ) -> tuple[Federation, Store]:
         learn, test = stores(self.dataset, self.partition, device)
-        runs = make_engine(device, workers, engine, say)
+        runs = make_engine(device, workers, engine, self.config.precision, say)
         return Federation(self.job, self.method, learn, runs, self.fleet, self.config.make_fleet()), test
 
 
@@ -96,15 +96,19 @@ def prepare(config: Config, saved: Path | None = None) -> Setup:
     return Setup(config, method, dataset, partition, job, fleet)
 
 
-def make_engine(device: torch.device, workers: int, name: str = "auto", say: Say = print) -> LocalEngine:
+def make_engine(
+    device: torch.device, workers: int, name: str = "auto", precision: str = "fp32", say: Say = print
+) -> LocalEngine:
     """The engine for a device; `eager` is the plain one, client after client."""
     if name not in ("auto", "eager"):
         raise UserError(f"--engine {name}: use auto or eager.")
+    if precision != "fp32" and device.type != "cuda":
+        raise UserError(f"precision = '{precision}' needs a CUDA device; on a CPU runs compute in fp32.")
     if device.type == "cuda" and name == "auto":
         from ..engine.cuda import CudaEngine
 
-        return CudaEngine(device, say=say)
-    return LocalEngine(device, workers)
+        return CudaEngine(device, precision, say=say)
+    return LocalEngine(device, workers, precision)
 
 
 def choose_device(name: str) -> torch.device:
