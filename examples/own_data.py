@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-import fedtailor as ft
+from fedtailor.api import Run, run
 
 CLASSES = ["circle", "square", "cross"]
 SILOS = {"north": (4, 90), "east": (5, 160), "south": (6, 250)}  # size and brightness of a silo's drawings
@@ -44,10 +44,10 @@ def write(path: Path, per_class: int = 40) -> None:
     np.savez_compressed(path, images=np.stack(images), labels=labels, client=silos, classes=CLASSES)
 
 
-def main(folder: Path, **changes: object) -> ft.Run:
+def main(folder: Path, **changes: object) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "shapes.npz")
-    return ft.run(
+    return run(
         "demo",
         method="ditto",
         data=f"npz:{folder / 'shapes.npz'}",
@@ -60,6 +60,6 @@ def main(folder: Path, **changes: object) -> ft.Run:
 
 
 if __name__ == "__main__":
-    run = main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/own-data"))
-    run.table()
-    print(f"report: {run.report()}")
+    done = main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/own-data"))
+    done.table()
+    print(f"report: {done.report()}")

@@ -33,10 +33,11 @@ class Perceptron(nn.Module):
         super().__init__()
         self.stem = nn.Linear(inputs, width)
         self.blocks = nn.Sequential(*(Block(width, i) for i in inner))
+        self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)  # every network ends in a linear layer called head
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x.flatten(1))))
+        return self.head(self.norm(self.blocks(self.stem(x.flatten(1)))))
 
 
 @register("space", "perceptron")

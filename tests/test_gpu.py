@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_sweep import CASES, config_of
 from torch import Tensor
 
 from fedtailor.engine.local import LocalEngine
 from fedtailor.engine.loop import Event, Federation, State
 from fedtailor.run.execute import make_engine, prepare
 from fedtailor.values import tensors_in
+from test_sweep import CASES, config_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ pytestmark = [
 
 def one_round(method: str, space: str, engine: str, **changes: Any) -> tuple[State, list[Event], Federation]:
     # one or two steps a client: rounding differs between kernels, and training multiplies it by ten every few steps
-    setup = prepare(config_of(method, space, rounds=1, local__epochs=0.3, local__lr=0.01, **changes))
+    setup = prepare(config_of(method, space, rounds=2, local__epochs=0.3, local__lr=0.01, **changes))
     federation, _ = setup.federation(torch.device("cuda"), 1, engine)
     state, events = federation.begin(), []
     next(federation.rounds(state, events.append))

@@ -136,6 +136,13 @@ async def _scores(
     return {name: await Score(net, split, shift) for name, split in splits.items()}
 
 
+async def test_accuracy(client: Client, net: nn.Module, test: Store) -> float:
+    """A network's accuracy on a client's test images, for studies after a run; nothing may be chosen by it."""
+    await client.refresh(net)
+    split = test.split(client.id, TEST)
+    return await Score(net, split, client.shift) if split.size else float("nan")
+
+
 def mean_accuracy(events: Iterable[Event], metric: str, split: str = "val") -> float | None:
     """Mean over clients of one metric, for the progress line."""
     values = [float(e.value) for e in events if e.metric == metric and e.split == split]

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
 from .jobs import Fit, Job, Loop, Score
-from .local import Cannot, LocalEngine, ready
+from .local import LocalEngine, ready
 from .replay import FitSlot, LoopReplay, Replay
+from .steps import fit_step
 
 T = TypeVar("T")
-AHEAD = 32  # steps in the card's queue while a step is captured, which takes as long
 Waiting = tuple[int, str, Job]  # a coroutine's number, its label and the job it awaits
 
 
@@ -46,7 +46,7 @@ class CudaEngine(LocalEngine):
         self._free: OrderedDict[Hashable, list[nn.Module]] = OrderedDict()
         self._given: list[tuple[Hashable, nn.Module]] = []
         self._say, self._told = say, set[str]()
-        _wake_libraries(device)
+        self._pool.submit(_wake_libraries, device).result()
 
     # networks ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,8 @@ class CudaEngine(LocalEngine):
                 answers |= self._train_part(part)
                 batch = rest
             except torch.OutOfMemoryError as error:
-                if self.lanes == 1 or any(isinstance(job, Loop) for _, _, job in part):
+                restart = all(isinstance(job, Fit) and job.loss is None for _, _, job in part)
+                if self.lanes == 1 or not restart:  # a step of the method's own has changed its tensors already
                     raise RuntimeError(
                         f"{part[0][1]}: the GPU's memory is too small for one client ({error})"
                     ) from error
@@ -148,56 +149,59 @@ class CudaEngine(LocalEngine):
         return answers
 
     def _train_part(self, batch: list[Waiting]) -> dict[int, float]:
+        """One thread builds and captures steps while this one replays those that are ready."""
         here = torch.cuda.current_stream(self.device)
-        replays: list[tuple[int, Replay]] = []
-        eager: list[Waiting] = []
-        taken: list[FitSlot] = []
-        for lane, (number, label, job) in zip(self._streams, batch, strict=False):
-            with self._named(label):
-                try:
-                    replay = self._prepare(job, lane)
-                except Cannot as reason:
-                    self._tell(f"{label}: runs step by step, its step cannot be captured ({reason})")
-                    eager.append((number, label, job))
-                    continue
-            if isinstance(replay, FitSlot):
-                taken.append(replay)
-            replays.append((number, replay))
-            for _, other in replays:  # the card works on these while the next one is built and captured
-                other.replay(-(-AHEAD // len(replays)))
-        busy = [replay for _, replay in replays]
-        while busy:
-            for replay in busy:
-                replay.replay(1)
-            busy = [replay for replay in busy if replay.left]
-        for _, replay in replays:
+        jobs = list(zip(self._streams, batch, strict=False))
+        coming = [self._pool.submit(self._prepare, here, lane, label, job) for lane, (_, label, job) in jobs]
+        replays: list[Replay] = []
+        try:
+            while coming or any(replay.left for replay in replays):
+                while coming and (coming[0].done() or not any(replay.left for replay in replays)):
+                    replays.append(coming.pop(0).result())
+                for replay in replays:
+                    replay.replay(1)
+        finally:
+            for future in coming:
+                future.cancel()
+                if not future.cancelled():
+                    future.exception()
+        for replay in replays:
             replay.finish()
             here.wait_stream(replay.stream)
-        for slot in taken:
-            self._slots.setdefault(slot.key, []).append(slot)
-            self._slots.move_to_end(slot.key)
+            if isinstance(replay, FitSlot):
+                self._slots.setdefault(replay.key, []).append(replay)
+                self._slots.move_to_end(replay.key)
         while sum(map(len, self._slots.values())) > self.most_slots:
             self._slots.popitem(last=False)
-        answers = {number: self._do(label, job) for number, label, job in eager}
-        if replays:
-            losses = torch.stack([replay.total for _, replay in replays]).tolist()
-            for (number, replay), loss in zip(replays, losses, strict=True):
-                answers[number] = self._checked(loss / replay.steps)
-        return answers
+        losses = torch.stack([replay.total for replay in replays]).tolist()
+        return {
+            number: self._checked(loss / replay.steps)
+            for (number, _, _), replay, loss in zip(batch, replays, losses, strict=True)
+        }
 
-    def _prepare(self, job: Job, lane: torch.cuda.Stream) -> Replay:
-        if isinstance(job, Loop):
-            return LoopReplay(job, lane, self.precision)
-        assert isinstance(job, Fit)
-        if job.loss is not None:
-            raise Cannot("the method gives its own loss to fit")
-        key = FitSlot.key_of(job)
-        free = self._slots.get(key)
-        slot = free.pop() if free else FitSlot(job, key, self.precision)
-        if slot.net is job.net:  # a new slot keeps the network it was made for: it must not go back to the pool
-            self._given = [(k, net) for k, net in self._given if net is not job.net]
-        slot.begin(job, lane)
-        return slot
+    def _prepare(self, here: torch.cuda.Stream, lane: torch.cuda.Stream, label: str, job: Job) -> Replay:
+        with self._named(label), torch.cuda.stream(here):
+            if isinstance(job, Fit) and job.loss is None:
+                key = FitSlot.key_of(job)
+                free = self._slots.get(key)
+                slot = free.pop() if free else FitSlot(job, key, self.precision, self._own(job.net))
+                slot.begin(job, lane)
+                return slot
+            if isinstance(job, Fit):
+                job = Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed)
+            assert isinstance(job, Loop)
+            replay = LoopReplay(job, lane, self.precision)
+            if replay.obstacle:
+                self._tell(f"{label}: runs step by step, its step cannot be captured ({replay.obstacle})")
+            return replay
+
+    def _own(self, net: nn.Module) -> nn.Module:
+        """A network for a new slot to keep: the client's own, unless another slot has it already."""
+        rest = [(key, given) for key, given in self._given if given is not net]
+        if len(rest) == len(self._given):
+            return self._make(net.space, net.arch)  # type: ignore[arg-type]
+        self._given = rest  # it does not go back to the pool
+        return net
 
     def forget(self) -> None:
         """Drops every captured step and spare network."""
@@ -214,7 +218,7 @@ class CudaEngine(LocalEngine):
 
 
 def _wake_libraries(device: torch.device) -> None:
-    """Makes the convolution and matrix libraries' handles of both threads that a step uses; a capture cannot."""
+    """Makes the convolution and matrix libraries' handles of the threads that capture a step; a capture cannot."""
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 2)).to(device)
     net(torch.zeros(2, 3, 8, 8, device=device)).sum().backward()
     torch.cuda.synchronize(device)

@@ -78,8 +78,11 @@ class Replay:
             for _ in range(min(times, self.left)):
                 if self.done and self.done % CHUNK == 0:
                     self._fill()
-                self.graph.replay()
+                self.launch()
                 self.done += 1
+
+    def launch(self) -> None:
+        self.graph.replay()
 
     def _fill(self) -> None:
         self.counter.zero_()
@@ -94,10 +97,9 @@ class Replay:
 
 
 class FitSlot(Replay):
-    """The captured step of an ordinary fit. It keeps the network of its first job; later jobs copy their weights in."""
+    """The captured step of an ordinary fit. It keeps a network; jobs with another one copy their weights in and out."""
 
-    def __init__(self, job: Fit, key: Hashable, precision: str) -> None:
-        net = job.net
+    def __init__(self, job: Fit, key: Hashable, precision: str, net: nn.Module) -> None:
         device = next(net.parameters()).device
         super().__init__([job.stream], device, precision)
         self.key, self.net, self.local = key, net.train(), job.local
@@ -139,6 +141,7 @@ class FitSlot(Replay):
                 torch._foreach_copy_(self.tensors, list(tensors_of(job.net).values()))
         if not self.ready:
             self.capture(self._step)
+            self.net.requires_grad_(True)  # as whoever holds the network expects it
             self.ready = True
 
     def _step(self) -> Tensor:
@@ -165,7 +168,7 @@ class LoopReplay(Replay):
     def __init__(self, job: Loop, lane: torch.cuda.Stream, precision: str) -> None:
         device = job.streams[0].split.labels.device
         super().__init__(job.streams, device, precision)
-        self.stream = lane
+        self.stream, self.nets = lane, job.nets
         for net in job.nets:
             net.train()
             seed_dropout(net, job.seed)
@@ -180,8 +183,23 @@ class LoopReplay(Replay):
                 self.total += step()
             self.counter += 1
         self.done = 1
+        self.step, self.obstacle = step, ""
         if self.left:
-            self.capture(step)
+            try:
+                self.capture(step)
+            except Cannot as reason:
+                self.obstacle = str(reason)
+
+    def launch(self) -> None:
+        if not self.obstacle:
+            return super().launch()
+        with lowered(self.precision):
+            self.total += self.step()
+        self.counter += 1
+
+    def finish(self) -> None:
+        for net in self.nets:
+            net.requires_grad_(True)
 
 
 def start_state(optimiser: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -43,7 +43,7 @@ class LocalSearch(Method):
     lamda: NonNegative = 1.0  # lambda of eq. 4: weight of the gradient on val
     alpha_lr: Positive = 3e-4  # eta_alpha, of Adam
     alpha_decay: NonNegative = 1e-3
-    lr_end: NonNegative = 0.0  # eta_w falls to this in every round (cosine, restarted); 0: follow local.schedule
+    lr_end: NonNegative = 0.0  # eta_w falls from local.lr to this in every round of search; 0: follow local.schedule
 
     @classmethod
     def runs_on(cls, space: type[Space]) -> bool:
@@ -51,6 +51,10 @@ class LocalSearch(Method):
 
     def check(self, job: Job) -> None:
         require_room(job, self.name)
+
+    def lr_of(self, client: Client, rounds: int) -> float:
+        """eta_w at the start of a round of search, of which there are so many."""
+        return client.local.lr if self.lr_end else client.local.lr_at(client.round, rounds)
 
     async def search(self, net: Mixture, client: Client, lr: float, epochs: float | None = None) -> float:
         """Lines 10-14: MiLeNAS over batches of train and val. The optimisers are new in every round."""
@@ -107,7 +111,7 @@ class FedNAS(LocalSearch):
     async def work(self, task: Task, client: Client) -> Reply:
         net, first = self.build(task, client), self.searching(client.rounds)
         if isinstance(net, Mixture):
-            return reply_of(net, client, await self.search(net, client, client.local.lr_at(client.round, first)))
+            return reply_of(net, client, await self.search(net, client, self.lr_of(client, first)))
         loss = await client.fit(net, lr=client.local.lr_at(client.round - first, client.rounds - first))
         return Reply(client.take(net), facts={"loss": loss})
 

@@ -46,7 +46,7 @@ class FedNASPersonal(LocalSearch):
 
     async def work(self, task: Task, client: Client) -> Reply:
         net = mixture(task, client)
-        return reply_of(net, client, await self.search(net, client, client.lr))
+        return reply_of(net, client, await self.search(net, client, self.lr_of(client, client.rounds)))
 
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
         return averaged(server, replies)

@@ -112,12 +112,13 @@ class Spider(FedAvg):
             net = mixture(relaxed(v, client), client)
             await train_relaxed(net, client, task.weights, self.lamda, self.alpha_lr, self.alpha_val)
         else:
-            if is_relaxed(v):
-                search = replace(search, keep=discrete(v))
-            elif self.searcher == "perturbation":  # line 10: Algorithm 2
-                net, due = self._network(client, v, search.keep), self._schedule(client.rounds).due(t)
+            search = replace(search, keep=discrete(v)) if is_relaxed(v) else search
+            net, before = self._network(client, v, search.keep), search.keep
+            if self.searcher == "perturbation":  # line 10: Algorithm 2
+                due = self._schedule(client.rounds).due(t)
                 search = await decide(search, due, partial(accuracy, client, net), client.rng("ties"))
-            net = self._network(client, v, search.keep)
+            if search.keep != before:
+                net = self._network(client, v, search.keep)
             await self._fit(net, task, client, again=True)
         client.memory |= {"search": asdict(search)} | ({} if self.lamda == math.inf else {"v": client.copy(net)})
 

@@ -31,7 +31,8 @@ from ..fleet import fleet as fleets
 from ..fleet.budget import require_feasible
 from ..method import Job, Method, Seat
 from ..options import table_of
-from ..values import write_bytes, write_value
+from ..spaces.base import Arch, Space, Weights
+from ..values import read_value, write_bytes, write_value
 from . import checkpoint
 from .events import EventLog
 
@@ -233,6 +234,27 @@ def _save_networks(folder: Path, setup: Setup, kept: list[Kept]) -> None:
         write_value(folder / f"{net.client:06d}.safetensors", value)
 
 
+def open_space(out: Path) -> Space:
+    """The space of a run, without its data."""
+    facts = read_facts(out)
+    if "input" not in facts:
+        raise UserError(f"{out} was made by an older fedtailor, which did not write down the images' shape.")
+    channels, height, width = facts["input"]
+    return load_config(out / "config.toml").make_space((channels, height, width), len(facts["classes"]))
+
+
+def read_networks(out: Path, space: Space) -> dict[int, tuple[Space, Arch, Weights]]:
+    """The networks in a run's folder by client, each with the space it is a point of: the run's, or its own."""
+    found: dict[int, tuple[Space, Arch, Weights]] = {}
+    for path in sorted((out / "nets").glob("*.safetensors")):
+        value = read_value(path)
+        own = Config(net=value["net"]).make_space(space.input, space.classes) if "net" in value else space
+        found[int(path.stem)] = own, tuple(value["arch"]), value["weights"]
+    if not found:
+        raise UserError(f"{out} holds no networks: they are saved when a run ends. 'fedtailor resume {out}' goes on.")
+    return found
+
+
 def _facts(setup: Setup, device: torch.device, command: str) -> dict[str, Any]:
     partition, dataset, space = setup.partition, setup.dataset, setup.job.space
     return {
@@ -254,6 +276,7 @@ def _facts(setup: Setup, device: torch.device, command: str) -> dict[str, Any]:
             "largest": space.cost(space.largest).parameters,
         },
         "command": command or " ".join(["fedtailor", *sys.argv[1:]]),
+        "input": list(dataset.shape),
         "classes": list(dataset.classes),
         "client_names": list(partition.names),
         "new_clients": partition.new_clients,

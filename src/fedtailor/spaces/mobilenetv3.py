@@ -1,7 +1,7 @@
 """The MobileNetV3 space of PerFedRLNAS: 8,957,952 networks of inverted residuals at every resolution.
 
 Blocks are those of MobileNetV3 (Howard et al., ICCV 2019): h-swish, channel gates with a hard sigmoid. The table of
-stages is the one PerFedRLNAS (Yao et al., 2024) searches. Kernel, expansion and depth are chosen per stage, and a
+stages is the one PerFedRLNAS (Yao and Li, AAAI 2024) searches. Kernel, expansion and depth are chosen per stage, and a
 sub-network takes the first channels, the first blocks and the centre of the kernels, as Once-for-All does. Every block
 has a shortcut, and its last norm starts at zero, so a fresh network is its shortcuts and depth costs no trainability.
 
