@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import fleet, partition, report, space
+from . import fleet, gain, milestones, partition, policies, report, shrink, space
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -34,6 +34,11 @@ app.add_typer(fleet.app, name="fleet", help="Show the clients' devices, budgets 
 app.add_typer(space.app, name="space", help="Show a search space or one of its architectures.")
 app.command("report")(report.report_command)
 app.command("compare")(report.compare_command)
+app.command("milestones")(milestones.milestones_command)
+app.command("policies")(policies.policies_command)
+app.command("gain")(gain.gain_command)
+app.command("cells")(gain.cells_command)
+app.command("shrink")(shrink.shrink_command)
 
 Set = Annotated[
     list[str] | None,

@@ -4,7 +4,8 @@ A job says what to compute, never how: `Fit` trains a network the ordinary way a
 own, both over batches and returning the mean loss; `Score` returns an accuracy; `Recalibrate` re-estimates
 normalisation statistics. A loop's step is a closure that updates its tensors in place and returns a loss tensor, so
 that an engine may run it eagerly or capture it once and replay it: it must make no choice in Python that changes from
-call to call. A fit is plain data, so that an engine may run many of them as one; a loss given to it obeys the same rule.
+call to call. A fit is plain data, so that an engine may run many of them as one; a loss given to it obeys the same
+rule.
 """
 
 from __future__ import annotations

@@ -191,11 +191,12 @@ class LoopReplay(Replay):
                 self.obstacle = str(reason)
 
     def launch(self) -> None:
-        if not self.obstacle:
-            return super().launch()
-        with lowered(self.precision):
-            self.total += self.step()
-        self.counter += 1
+        if self.obstacle:
+            with lowered(self.precision):
+                self.total += self.step()
+            self.counter += 1
+        else:
+            super().launch()
 
     def finish(self) -> None:
         for net in self.nets:

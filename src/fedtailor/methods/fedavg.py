@@ -22,6 +22,8 @@ from ..registry import register
 @register("method", "fedavg")
 @dataclass(frozen=True)
 class FedAvg(Method):
+    """FedAvg: McMahan et al., AISTATS 2017, Algorithm 1. One network, averaged by samples."""
+
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017, Algorithm 1"
     deviations: ClassVar[tuple[str, ...]] = ("batches are always full (shuffles joined end to end)",)
 
@@ -46,6 +48,8 @@ class FedAvg(Method):
 @register("method", "fedavg-ft")
 @dataclass(frozen=True)
 class FedAvgFineTune(FedAvg):
+    """FedAvg, then every client fine-tunes the result on its own data: the baseline to beat."""
+
     epochs: NonNegative = 10.0  # of fine-tuning
     lr: NonNegative = 0.0  # 0: a tenth of local.lr
     part: Literal["all", "head"] = "all"
