@@ -307,7 +307,7 @@ def test_ten_thousand_draws_stay_within_hard_budgets() -> None:
     federation = by_hand(method, DATA * 5, PLAIN, TINY, fleet=fleet)
     server = federation.begin().server
     # policies that long for the largest arch, some of them strongly
-    up = torch.arange(10, dtype=torch.float64)[:, None].expand(10, 12) * torch.tensor([0.0, 0.4]).repeat(6)
+    up = torch.arange(10, dtype=torch.float64)[:, None].expand(10, 12) * torch.tensor([0.0, 0.15]).repeat(6)
     server = server.replace(alpha=up)
     archs = set()
     for seat in federation.job.seats:

@@ -20,32 +20,36 @@ from fedtailor.data.partition import TRAIN, VAL
 from fedtailor.engine.jobs import Fit, Score
 from fedtailor.errors import UserError
 from fedtailor.evaluate import evaluate
-from fedtailor.fleet.budget import Budget
-from fedtailor.fleet.fleet import FleetConfig
+from fedtailor.fleet.fleet import FleetConfig, Limits
 from fedtailor.method import Reply
 from fedtailor.methods.fednas_perturbation import GlobalPerturbation
 from fedtailor.methods.spider import Spider
 from fedtailor.nets.darts import ALPHA, Mixture
 from fedtailor.run.execute import Watcher, open_space, read_networks, resume, start
 from fedtailor.search.gain import Gain, _tune
-from fedtailor.search.perturbation import NODES, Perturbed, Schedule, Search, answered, decide, questions
+from fedtailor.search.perturbation import Perturbed, Schedule, Search, answered, decide, questions
 from fedtailor.search.spider_milenas import discrete, mixture, relaxed, train_relaxed
 from fedtailor.seeds import rng_of, torch_seed
 from fedtailor.spaces.darts import Darts, Keep
-from fedtailor.spaces.darts_ops import EDGES, EDGES_INTO
+from fedtailor.spaces.darts_ops import EDGES_INTO
 from fedtailor.spaces.measure import tensors_of
 from fedtailor.spaces.tiny import Tiny
 from fedtailor.values import read_value
 from tools import Three, by_hand, numbers, one_round, personal, rows, small_config, three
 
 SPACE = Darts((1, 4, 4), 2, channels=2, cells=3, variant="s2")
-PIXELS = [[(250, 0), (40, 1), (120, 0)], [(90, 1), (160, 0), (20, 1), (220, 1), (70, 0)]]  # (pixel, label)
+PIXELS = [[(250, 0), (40, 1), (120, 0), (30, 1)], [(90, 1), (160, 0), (20, 1), (220, 1), (70, 0)]]  # (pixel, label)
 LOCAL = Local(epochs=2.0, batch=8, lr=0.1, momentum=0.9, weight_decay=1e-3, clip=0.5)
 
 
 def federation(method, rounds: int = 20, local: Local = LOCAL, space=SPACE, pixels=PIXELS, trained: int = 2, **options):
-    """Clients whose first `trained` images are train and the rest val, side by side as in a real store."""
+    """Clients whose first `trained` images are train and the rest val, side by side as in a real store.
+
+    Images are noise instead of one colour each, on which normalisation would amplify rounding.
+    """
     found = by_hand(method, pixels, local, space, rounds, **options)
+    images = found.store.ranges[0, TRAIN].images
+    images.copy_(torch.from_numpy(rng_of("images").integers(0, 256, images.shape, dtype=np.uint8)))
     for i in range(len(pixels)):
         whole = found.store.ranges[i, TRAIN]
         found.store.ranges[i, TRAIN] = replace(whole, size=trained)
@@ -111,7 +115,8 @@ def test_both_models_see_the_same_batches() -> None:
     found = by_hand(Hand(lamda=0.0), pixels, replace(PLAIN, batch=3, momentum=0.9), HAND)
     found.engine.initial = lambda space, seed: three(1, 0.3, 0)  # type: ignore[method-assign]
     state = one_round(found, weights=three(1, 0.3, 0))
-    assert numbers(personal(found, state, 0)) == numbers(state.server.weights)  # no pull: the same steps, bit for bit
+    # without a pull these are the same steps from the same start, so equal batches lead to equal weights
+    assert numbers(personal(found, state, 0)) == pytest.approx(numbers(state.server.weights), abs=1e-6)
 
 
 @pytest.mark.parametrize("lamda", [5.0, 50.0, 500.0])
@@ -226,9 +231,9 @@ def test_phases_of_a_client_and_when_val_joins_train() -> None:
         except StopIteration:
             memory = client.memory
         fits = [job.stream.split.size for job in jobs if isinstance(job, Fit)]
-        assert fits == [2, 2] if t < 340 else fits == [3, 3]  # train, then train and val; both models alike
+        assert fits == [2, 2] if t < 340 else fits == [4, 4]  # train, then train and val; both models alike
         log[t] = sum(isinstance(job, Score) for job in jobs)
-        assert all(job.split.size == 1 for job in jobs if isinstance(job, Score))  # val is what decides
+        assert all(job.split.size == 2 for job in jobs if isinstance(job, Score))  # val is what decides
     deletions = [2 * sum(range(3, n + 1)) for n in (3, 4, 5)]
     assert [t for t, scores in log.items() if scores] == list(range(40, 341, 20))
     assert all(log[t] == 4 for t in range(40, 300, 20))  # one edge of each cell type, two operations each
@@ -317,7 +322,7 @@ def test_two_rounds_equal_a_plain_reference() -> None:
 
     w = SPACE.new_weights(0)
     v = {k: dict(w) for k in range(2)}
-    keep = {k: SPACE.full_keep for k in range(2)}
+    keep = dict.fromkeys(range(2), SPACE.full_keep)
     for t in range(rounds):
         sent = []
         for k in range(2):
@@ -364,82 +369,89 @@ SMALL = {
     "space__variant": "s2",
     "clients": 2,
     "participants": 2,
+    "rounds": 6,
     "partition__samples": 25,
     "local__batch": 16,
+    "checkpoint_every": 1,
 }
 
 
-def test_no_message_holds_anything_of_the_local_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def messages(name: str, **options):
-        tasks, replies, memories = [], [], []
-        with monkeypatch.context() as patch:
-            ask, work = Spider.ask, Spider.work
+@dataclass
+class Finished:
+    """A whole run and all that was said in it."""
 
-            def asked(self, server, client):
-                tasks.append(ask(self, server, client))
-                assert server.values.keys() == {"weights"}
-                return tasks[-1]
-
-            async def worked(self, task, client):
-                reply = await work(self, task, client)
-                replies.append(reply)
-                memories.append(client.memory)
-                return reply
-
-            patch.setattr(Spider, "ask", asked)
-            patch.setattr(Spider, "work", worked)
-            folder = start(small_config("spider", **SMALL, rounds=4, **options), tmp_path / name, "cpu", workers=1)
-        return tasks, replies, memories, folder
-
-    tasks, replies, memories, folder = messages("one", method__lamda=0.1)
-    assert len(replies) == 2 * 4
-    supernet = open_space(folder).full_shapes
-    for message in tasks + replies:
-        assert {n: tuple(t.shape) for n, t in message.weights.items()} == supernet  # all of it, always
-        assert message.arch == ()
-        assert message.extra == {}
-    assert all(task.facts == {} for task in tasks)
-    assert all(reply.facts.keys() == {"loss"} for reply in replies)
-    assert any(len(m["v"]) < len(supernet) for m in memories)  # the search did happen
-    for reply, memory in zip(replies, memories, strict=True):
-        own = [t for t in memory["v"].values() if t.numel() > 8]
-        assert not any(torch.equal(t, s) for t in own for s in reply.weights.values() if s.shape == t.shape)
-    # and whatever the client does with its own network, what it sends is the same to the last bit
-    for name, options in {"alone": {"method__lamda": 0.0}, "bound": {"method__lamda": math.inf}}.items():
-        _, others, other_memories, _ = messages(name, **options)
-        for a, b in zip(replies, others, strict=True):
-            assert a.facts == b.facts
-            assert all(torch.equal(a.weights[n], b.weights[n]) for n in a.weights)
-        assert [m.get("v") is None for m in other_memories] == [name == "bound"] * 8
-    assert not [r for r in rows(folder) if r.split(",")[3] == "arch"]
-    assert any(r.split(",")[3] == "personal_arch" for r in rows(folder))
+    folder: Path
+    tasks: list[Any]
+    replies: list[Any]
+    memories: list[Any]  # of the clients when they replied
 
 
-class Stop(Watcher):
-    def __init__(self, at: int) -> None:
-        self.at = at
+def whole_run(folder: Path, **options) -> Finished:
+    found = Finished(folder, [], [], [])
+    ask, work = Spider.ask, Spider.work
 
-    def round(self, number: int, facts: dict[str, float]) -> None:
-        if number == self.at:
-            raise InterruptedError
+    def asked(self, server, client):
+        assert server.values.keys() == {"weights"}
+        found.tasks.append(ask(self, server, client))
+        return found.tasks[-1]
+
+    async def worked(self, task, client):
+        reply = await work(self, task, client)
+        found.replies.append(reply)
+        found.memories.append(client.memory)
+        return reply
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Spider, "ask", asked)
+        patch.setattr(Spider, "work", worked)
+        start(small_config("spider", **SMALL, **options), folder, "cpu", workers=1)
+    return found
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run: three clients, eight rounds."""
-    config = small_config("spider", **SMALL | {"clients": 3, "participants": 3}, rounds=8, checkpoint_every=1)
-    return start(config, tmp_path_factory.mktemp("spider") / "run", "cpu", workers=1)
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return whole_run(tmp_path_factory.mktemp("spider") / "run", method__lamda=0.1)
 
 
-def test_a_search_resumes_in_its_middle(finished: Path, tmp_path: Path) -> None:
-    config = small_config("spider", **SMALL | {"clients": 3, "participants": 3}, rounds=8, checkpoint_every=1)
+def test_no_message_holds_anything_of_the_local_network(finished: Finished, tmp_path: Path) -> None:
+    assert len(finished.replies) == 2 * 6
+    supernet = open_space(finished.folder).full_shapes
+    for message in finished.tasks + finished.replies:
+        assert {n: tuple(t.shape) for n, t in message.weights.items()} == supernet  # all of it, always
+        assert message.arch == ()
+        assert message.extra == {}
+    assert all(task.facts == {} for task in finished.tasks)
+    assert all(reply.facts.keys() == {"loss"} for reply in finished.replies)
+    assert len(finished.memories[-1]["v"]) < len(supernet)  # the search did happen
+    for reply, memory in list(zip(finished.replies, finished.memories, strict=True))[2:]:  # in round 1 both start at w
+        own = [t for t in memory["v"].values() if t.numel() > 8]
+        assert not any(torch.equal(t, s) for t in own for s in reply.weights.values() if s.shape == t.shape)
+    # whatever a client does with its own network, what it sends is the same to the last bit
+    alone = whole_run(tmp_path / "alone", method__lamda=0.0)
+    for a, b in zip(finished.replies, alone.replies, strict=True):
+        assert a.facts == b.facts
+        assert all(torch.equal(a.weights[n], b.weights[n]) for n in a.weights)
+    assert not torch.equal(finished.memories[-1]["v"]["head.weight"], alone.memories[-1]["v"]["head.weight"])
+    # the table of events learns the arch from the evaluation after the last round, not from messages
+    assert not [r for r in rows(finished.folder) if r.split(",")[3] == "arch"]
+    assert [r.split(",")[0] for r in rows(finished.folder) if r.split(",")[3] == "personal_arch"] == ["6", "6"]
+
+
+class Stop(Watcher):
+    def round(self, number: int, facts: dict[str, float]) -> None:
+        if number == 3:
+            raise InterruptedError
+
+
+def test_a_search_resumes_in_its_middle(finished: Finished, tmp_path: Path) -> None:
+    config = small_config("spider", **SMALL, method__lamda=0.1)
     with pytest.raises(InterruptedError):
-        start(config, tmp_path / "cut", "cpu", workers=2, watch=Stop(3))
-    memory = read_value(next((tmp_path / "cut" / "checkpoints").glob("**/*client*000000*")))
-    assert 0 < len(memory["search"]["edges"][0]) < 14
+        start(config, tmp_path / "cut", "cpu", workers=2, watch=Stop())
+    newest = sorted((tmp_path / "cut" / "checkpoints").glob("memory-000000-*"))[-1]
+    assert 0 < len(read_value(newest)["search"]["edges"][0]) < 14
     resumed = resume(tmp_path / "cut", "cpu", workers=2)
-    assert rows(finished) == rows(resumed)
-    for path in sorted((finished / "nets").iterdir()):
+    assert rows(finished.folder) == rows(resumed)
+    for path in sorted((finished.folder / "nets").iterdir()):
         assert path.read_bytes() == (resumed / "nets" / path.name).read_bytes()
 
 
@@ -451,7 +463,6 @@ def test_milenas_moves_alpha_by_a_plain_step_on_train_and_val() -> None:
     client = found.client(found.job.seats[1], {}, 1)
     v = relaxed(SPACE.new_weights(0), client)
     plain = mixture(v, client).searched().train()
-    expected = []
     slopes = []
     for which in (TRAIN, VAL):
         split = found.store.split(1, which)
@@ -473,7 +484,7 @@ def test_milenas_searches_for_two_fifths_and_then_keeps_the_largest_alpha() -> N
         searching = number <= 2
         assert (ALPHA[0] in memory["v"]) == searching
         if searching:
-            best, net = discrete(memory["v"]), None
+            best = discrete(memory["v"])
             assert memory["search"]["keep"] == SPACE.full_keep
         else:
             assert memory["search"]["keep"] == best
@@ -517,8 +528,6 @@ def test_the_global_search_ends_with_one_cell_for_all() -> None:
     assert search.edges == search.nodes == ((), ())
     assert [sum(map(bool, kind)) for kind in search.keep] == [8, 8]
     assert all(len(places) <= 1 for kind in search.keep for places in kind)
-    _, kept = evaluate(found, state, found.store_for_test if hasattr(found, "store_for_test") else None)
-    assert kept == []
     assert personal(found, state, 0).keys() == set(SPACE.names_of(search.keep))
 
 
@@ -531,11 +540,10 @@ def test_what_cannot_be_searched_is_refused(method) -> None:
         federation(method, space=Tiny((1, 4, 4), 2))
     assert not method.runs_on(Tiny)
     assert method.runs_on(Darts)
-    tight = FleetConfig(budget=asdict(Budget(parameters=5000.0)) and {"parameters": "5000"})  # type: ignore[arg-type]
     with pytest.raises(UserError, match="whole supernet"):
-        federation(method, fleet=tight)
+        federation(method, fleet=FleetConfig(budget=Limits(parameters=2000.0)))
     with pytest.raises(UserError, match=r"partition.val"):
-        after(federation(method, trained=3, pixels=[PIXELS[0]]), 1)
+        after(federation(method, trained=4, pixels=[PIXELS[0]]), 1)
 
 
 def test_gain_by_hand() -> None:
@@ -565,26 +573,26 @@ def test_the_epoch_of_a_gain_is_chosen_on_val() -> None:
     assert client.loaded == 2
 
 
-def test_gain_and_cells_of_a_finished_run(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gain_and_cells_of_a_finished_run(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
-    before = sorted(p.name for p in finished.iterdir())
-    gain_command(finished, epochs=1, clients="0,2", csv=tmp_path / "g.csv", svg=tmp_path / "g.svg", device="cpu")
+    run = finished.folder
+    gain_command(run, epochs=1, csv=tmp_path / "g.csv", svg=tmp_path / "g.svg", device="cpu")
     with (tmp_path / "g.csv").open() as file:
         found = list(csv.DictReader(file))
-    assert [(r["client"], r["architecture_of"]) for r in found] == [
-        (a, b) for a in ("client-000", "client-002") for b in ("client-000", "client-002")
-    ]
+    names = ("client-000", "client-001")
+    assert [(r["client"], r["architecture_of"]) for r in found] == [(a, b) for a in names for b in names]
     assert all(0 <= float(r["test_accuracy"]) <= 1 for r in found)
-    assert "gain" in (tmp_path / "g.svg").read_text()
+    assert "architecture of" in (tmp_path / "g.svg").read_text()
     assert "mean gain" in capsys.readouterr().out
-    assert sorted(p.name for p in finished.iterdir()) == before
-    cells_command(finished, tmp_path / "cells")
-    drawings = sorted((tmp_path / "cells").iterdir())
-    assert [p.name for p in drawings] == ["000000.svg", "000001.svg", "000002.svg"]
-    assert all(p.read_text().count("8 edges") == 2 for p in drawings)
-    for _, arch, weights in read_networks(finished, open_space(finished)).values():
-        assert weights.keys() == set(open_space(finished).names_of(arch))  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="two clients"):
-        gain_command(finished, epochs=1, clients="0", device="cpu")
-    assert len(EDGES) == 14
-    assert NODES == (3, 4, 5)
+        gain_command(run, epochs=1, clients="0", device="cpu")
+    cells_command(run, tmp_path / "cells")
+    drawings = sorted((tmp_path / "cells").iterdir())
+    assert [p.name for p in drawings] == ["000000.svg", "000001.svg"]
+    assert all(p.read_text().count("8 edges") == 2 for p in drawings)
+    space = open_space(run)
+    for client, (_, arch, weights) in read_networks(run, space).items():
+        assert arch == finished.memories[-2:][client]["search"]["keep"]
+        assert weights.keys() == set(space.names_of(arch))  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fedtailor.config import Config
 from fedtailor.registry import lookup, names
 from fedtailor.run.execute import Watcher, resume, start
 from tools import rows, small_config
@@ -15,7 +16,7 @@ SPACES = {
     "mobilenetv3": {},
     "mobilenetv2": {},
     "vit": {},
-    "darts": {"space__channels": 4, "space__cells": 3, "space__variant": "s2"},
+    "darts": {},
 }
 SEARCH = [m for m in names("method") if lookup("method", m).needs == "space"]
 CASES = [(m, "") for m in names("method") if m not in SEARCH] + [
@@ -36,9 +37,12 @@ class CrashAt(Watcher):
             raise Crash
 
 
-def config_of(method: str, space: str, **changes: object):
-    options = {"space__name": space, **SPACES.get(space, {})} if space else {}
-    return small_config(method, **options, **changes)
+def config_of(method: str, space: str, **changes: object) -> Config:
+    """The smallest run of a method; on the large spaces two clients and one or two steps are enough."""
+    options: dict[str, object] = {"space__name": space, **SPACES.get(space, {})} if space else {}
+    if space not in ("", "tiny"):
+        options |= {"clients": 2, "participants": 1, "local__epochs": 0.2}
+    return small_config(method, **(options | changes))
 
 
 @pytest.mark.parametrize(("method", "space"), CASES)

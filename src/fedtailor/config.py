@@ -158,7 +158,7 @@ def load(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | Se
     pairs = changes.items() if isinstance(changes, Mapping) else [_pair(text) for text in changes]
     for key, value in pairs:
         table = _changed(table, key.split("."), value, key)
-    return resolve(from_table(table))
+    return resolve(from_table(_one_space(table)))
 
 
 def change(table: Mapping[str, Any], text: str) -> dict[str, Any]:
@@ -246,12 +246,29 @@ def _changed(table: Mapping[str, Any], path: Sequence[str], value: Any, key: str
         if isinstance(old, dict) and not isinstance(value, dict):
             raise UserError(f"'{key}' is a table; set one of its keys, for example {key}.name={value}.")
         return {**table, head: value}
-    if head == "name" or not isinstance(table.get(head, {}), Mapping):
+    inner = table.get(head, {})
+    if isinstance(inner, list):  # several spaces to choose from: naming one takes it, or another
+        if rest != ["name"]:
+            raise UserError(f"'{key}': the config lists several; name one first, for example --set {head}.name=...")
+        inner = next((entry for entry in inner if entry.get("name") == value), {})
+    if head == "name" or not isinstance(inner, Mapping):
         raise UserError(f"'{key}': '{head}' is a value, not a table.")
-    inner = dict(table.get(head, {}))
+    inner = dict(inner)
     if rest == ["name"] and inner.get("name") != value and head in ("method", "space", "net", "partition", "fleet"):
         inner = {}  # another method's options mean nothing to this one
     return {**table, head: _changed(inner, rest, value, key)}
+
+
+def _one_space(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of several `[[space]]` tables, the first that the method can use."""
+    spaces = table.get("space")
+    if not isinstance(spaces, list) or not spaces:
+        return table
+    from .registry import lookup
+
+    method = lookup("method", _name(table.get("method", {"name": "fedavg"}), "method"))
+    usable = (entry for entry in spaces if method.runs_on(lookup("space", _name(entry, "space"))))
+    return {**table, "space": next(usable, spaces[0])}
 
 
 def _name(table: Mapping[str, Any], kind: str) -> str:

@@ -56,8 +56,9 @@ class FedCS(FedUniform):
         super().check(job)
         if self.warm_up and not any(affords(seat, job.space.largest) for seat in job.seats[: job.clients]):
             raise UserError(
-                f"method '{self.name}' warms the supernet up on clients that can afford the largest arch, and none can "
-                "here. Use fleet.name = 'capacity-high' or 'capacity-low', raise fleet.budget, or set method.warm_up=0."
+                f"method '{self.name}' warms the supernet up on clients that can afford the largest arch, but none of "
+                f"the {job.clients} that train can. Use fleet.name = 'capacity-high', more clients, a higher "
+                "fleet.budget, or method.warm_up = 0."
             )
 
     def start(self, job: Job) -> Server:

@@ -40,7 +40,7 @@ class PerFedRLNAS(Method):
     rewards: tuple[str, ...] = ("accuracy", "time")  # eq. 8; with "memory" eq. 9; also energy, bytes, file.py:function
     weights: dict[str, NonNegative] = field(default_factory=dict)  # of rewards, by name: `time` is lambda_time (0.001)
     policy_optimizer: Literal["adam", "ascent"] = "adam"  # the authors' code uses Adam, eq. 5 is plain ascent
-    policy_lr: Positive = 0.2  # step of eq. 5; the authors' code has 0.5, with which policies settle too soon
+    policy_lr: Positive = 0.1  # step of eq. 5; the authors' code has 0.5, with which policies settle too soon
     deploy: Deploy = "trained"  # whether clients train local.epochs before they keep a network
     onboard_rounds: Count = 20  # R: rounds of search, without training, for a client that joins later (Figure 5)
 

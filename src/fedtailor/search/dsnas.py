@@ -78,9 +78,9 @@ def dsnas_step(
         value = loss(x, y, (z[0], z[1]))
         value.backward(inputs=[*weights, *z])
         for gates, a in zip(z, alpha, strict=True):
-            assert gates.grad is not None
-            reward = gates.grad.mul(gates.detach()).sum(-1, keepdim=True)  # of the operation that was chosen
-            a.grad = reward * (gates.detach() - chances(a.detach(), freeze))
+            chosen = gates.detach()
+            slope = torch.zeros_like(chosen) if gates.grad is None else gates.grad  # None: `none` on every edge
+            a.grad = (slope * chosen).sum(-1, keepdim=True) * (chosen - chances(a.detach(), freeze))
         alpha_optimiser.step()
         if clip:
             nn.utils.clip_grad_norm_(weights, clip)

@@ -71,7 +71,8 @@ class Perturbed(nn.Module):
     """A network as if it had only the operations of `keep`, for scoring: the others' outputs count for nothing.
 
     Its norms use the statistics of the images before them, as DARTS-PT's and the authors' code do: the running ones
-    belong to the network with all its operations. They stay as they are, which in that code they do not.
+    belong to the network with all its operations. They stay as they are, which in that code they do not, and serve
+    only where there is a single image.
     """
 
     def __init__(self, net: nn.Module, space: Darts, keep: Keep) -> None:
@@ -84,7 +85,7 @@ class Perturbed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         momenta = [norm.momentum for norm in self.norms]
         for norm in self.norms:
-            norm.training, norm.momentum = True, 0.0
+            norm.training, norm.momentum = len(x) > 1, 0.0
         try:
             return self.net(x, self.gates)
         finally:
@@ -180,12 +181,13 @@ def questions(search: Search, due: tuple[int, int]) -> list[Question]:
     """What is open now. Of a node only one deletion is, since the next depends on it."""
     found: list[Question] = []
     for kind in (0, 1):
-        edges, nodes, kept = search.edges[kind], search.nodes[kind], search.keep[kind]
+        edges, nodes = search.edges[kind], search.nodes[kind]
         for e in edges[: max(0, due[0] - len(EDGES) + len(edges))]:
-            without = tuple(_with(search.keep, kind, e, tuple(j for j in kept[e] if j != i)) for i in kept[e])
-            found.append(Question(kind, e, None, kept[e], without))
+            places = search.keep[kind][e]
+            without = tuple(_with(search.keep, kind, e, tuple(j for j in places if j != i)) for i in places)
+            found.append(Question(kind, e, None, places, without))
         for node in nodes[: max(0, due[1] - len(NODES) + len(nodes)) if not edges else 0]:
-            alive = tuple(e for e in EDGES_INTO[node] if kept[e])  # a deleted edge stays off
+            alive = tuple(e for e in EDGES_INTO[node] if search.keep[kind][e])  # a deleted edge stays off
             found.append(Question(kind, None, node, alive, tuple(_with(search.keep, kind, e, ()) for e in alive)))
     return found
 
