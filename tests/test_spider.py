@@ -144,13 +144,11 @@ def test_infinite_lambda_is_the_shared_weights() -> None:
 
 
 def test_without_lambda_a_client_knows_nothing_of_the_others() -> None:
-    def local_weights(lamda: float, seed: int):
-        return after(federation(Spider(lamda=lamda)), 2, weights=SPACE.new_weights(seed)).memories[0]["v"]
+    def local_weights(seed: int):
+        return after(federation(Spider(lamda=0.0)), 2, weights=SPACE.new_weights(seed)).memories[0]["v"]
 
-    a, b = local_weights(0.0, 1), local_weights(0.0, 2)
+    a, b = local_weights(1), local_weights(2)
     assert all(torch.equal(a[n], b[n]) for n in a)
-    a, b = local_weights(0.1, 1), local_weights(0.1, 2)
-    assert not torch.equal(a["head.weight"], b["head.weight"])
 
 
 # the search -------------------------------------------------------------------------------------------------------
@@ -306,12 +304,14 @@ class PlainSGD:
 
 def test_two_rounds_equal_a_plain_reference() -> None:
     lamda, rounds = 0.3, 2
-    found = federation(Spider(lamda=lamda, warm_up=1, tau=1))
+    space = replace(SPACE, input=(1, 8, 8))  # large enough that normalisation does not amplify rounding
+    pixels = [[(0, i % 2) for i in range(8)], [(0, i % 2) for i in range(1, 10)]]
+    found = federation(Spider(lamda=lamda, warm_up=1, tau=1), space=space, pixels=pixels, trained=5)
     state = after(found, rounds)
     keeps = {k: state.memories[k]["search"]["keep"] for k in range(2)}
 
     def loaded(keep: Keep, weights):
-        net = SPACE.build_keep(keep)
+        net = space.build_keep(keep)
         net.load_state_dict({n: weights[n] for n in tensors_of(net)}, strict=False)
         return net
 
@@ -320,9 +320,9 @@ def test_two_rounds_equal_a_plain_reference() -> None:
         at = slice(split.start, split.start + split.size)
         return split.images[at].float() / 255, split.labels[at]
 
-    w = SPACE.new_weights(0)
+    w = space.new_weights(0)
     v = {k: dict(w) for k in range(2)}
-    keep = dict.fromkeys(range(2), SPACE.full_keep)
+    keep = dict.fromkeys(range(2), space.full_keep)
     for t in range(rounds):
         sent = []
         for k in range(2):
@@ -342,9 +342,9 @@ def test_two_rounds_equal_a_plain_reference() -> None:
                     part = [list(edges) for edges in keep[k]]
                     part[kind][edge] = (kept,)
                     keep[k] = tuple(map(tuple, part))  # type: ignore[assignment]
-            shared, own = loaded(SPACE.full_keep, w), loaded(keep[k], v[k])
+            shared, own = loaded(space.full_keep, w), loaded(keep[k], v[k])
             a, b = PlainSGD(shared, LOCAL), PlainSGD(own, LOCAL)
-            for _ in range(int(LOCAL.epochs)):  # two images are one batch
+            for _ in range(int(LOCAL.epochs)):  # five images are one batch
                 a.step(x, y)
                 b.step(x, y, w, lamda)
             sent.append(tensors_of(shared))
@@ -353,11 +353,11 @@ def test_two_rounds_equal_a_plain_reference() -> None:
         w = {n: sum(m * s[n].detach() for m, s in zip(counts, sent, strict=True)) / sum(counts) for n in w}
     assert keep == keeps
     for n, tensor in w.items():
-        torch.testing.assert_close(state.server.weights[n], tensor, rtol=2e-4, atol=2e-5, msg=n)
+        torch.testing.assert_close(state.server.weights[n], tensor, rtol=1e-4, atol=2e-6, msg=n)
     for k in range(2):
         assert state.memories[k]["v"].keys() == v[k].keys()
         for n, tensor in v[k].items():
-            torch.testing.assert_close(state.memories[k]["v"][n], tensor, rtol=2e-4, atol=2e-5, msg=n)
+            torch.testing.assert_close(state.memories[k]["v"][n], tensor, rtol=1e-4, atol=2e-6, msg=n)
 
 
 # what is sent -----------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ SMALL = {
     "space__variant": "s2",
     "clients": 2,
     "participants": 2,
-    "rounds": 6,
+    "rounds": 4,
     "partition__samples": 25,
     "local__batch": 16,
     "checkpoint_every": 1,
@@ -414,7 +414,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 def test_no_message_holds_anything_of_the_local_network(finished: Finished, tmp_path: Path) -> None:
-    assert len(finished.replies) == 2 * 6
+    assert len(finished.replies) == 2 * 4
     supernet = open_space(finished.folder).full_shapes
     for message in finished.tasks + finished.replies:
         assert {n: tuple(t.shape) for n, t in message.weights.items()} == supernet  # all of it, always
@@ -434,7 +434,7 @@ def test_no_message_holds_anything_of_the_local_network(finished: Finished, tmp_
     assert not torch.equal(finished.memories[-1]["v"]["head.weight"], alone.memories[-1]["v"]["head.weight"])
     # the table of events learns the arch from the evaluation after the last round, not from messages
     assert not [r for r in rows(finished.folder) if r.split(",")[3] == "arch"]
-    assert [r.split(",")[0] for r in rows(finished.folder) if r.split(",")[3] == "personal_arch"] == ["6", "6"]
+    assert [r.split(",")[0] for r in rows(finished.folder) if r.split(",")[3] == "personal_arch"] == ["4", "4"]
 
 
 class Stop(Watcher):
@@ -477,7 +477,7 @@ def test_milenas_moves_alpha_by_a_plain_step_on_train_and_val() -> None:
 
 
 def test_milenas_searches_for_two_fifths_and_then_keeps_the_largest_alpha() -> None:
-    found = federation(Spider(searcher="milenas"), rounds=5)
+    found = federation(Spider(searcher="milenas"), rounds=5, pixels=PIXELS[1:])
     state = found.begin()
     for number, _ in enumerate(found.rounds(state, lambda event: None), 1):
         memory = state.memories[0]
@@ -494,8 +494,7 @@ def test_milenas_searches_for_two_fifths_and_then_keeps_the_largest_alpha() -> N
             client = found.client(seat, memory, number)
             net = found.engine.run([("", found.method.personal(found.method.offer(state.server, seat), client))])[0]
             assert isinstance(net, Mixture)
-    found = federation(Spider(searcher="milenas", lamda=0.0), rounds=2)
-    assert evaluate(found, after(found, 1), None)[0]
+            assert evaluate(found, state, None)[0]
     for wrong in ({"lamda": math.inf}, {"search_rounds": 5}):
         with pytest.raises(UserError, match="milenas"):
             federation(Spider(searcher="milenas", **wrong), rounds=5)
@@ -522,7 +521,7 @@ def test_the_global_search_decides_by_the_mean_of_the_clients() -> None:
 
 
 def test_the_global_search_ends_with_one_cell_for_all() -> None:
-    found = federation(GlobalPerturbation(), rounds=8, local=replace(LOCAL, epochs=1.0))
+    found = federation(GlobalPerturbation(), rounds=8, pixels=PIXELS[1:])
     state = after(found, 8)
     search = Search(**state.server.search)
     assert search.edges == search.nodes == ((), ())

@@ -23,6 +23,7 @@ from .replay import FitSlot, LoopReplay, Replay
 from .steps import fit_step
 
 T = TypeVar("T")
+AHEAD = 32  # steps in the card's queue while a step is captured, which takes as long
 Waiting = tuple[int, str, Job]  # a coroutine's number, its label and the job it awaits
 
 
@@ -46,7 +47,7 @@ class CudaEngine(LocalEngine):
         self._free: OrderedDict[Hashable, list[nn.Module]] = OrderedDict()
         self._given: list[tuple[Hashable, nn.Module]] = []
         self._say, self._told = say, set[str]()
-        self._pool.submit(_wake_libraries, device).result()
+        _wake_libraries(device)
 
     # networks ---------------------------------------------------------------------------------------------------
 
@@ -149,22 +150,15 @@ class CudaEngine(LocalEngine):
         return answers
 
     def _train_part(self, batch: list[Waiting]) -> dict[int, float]:
-        """One thread builds and captures steps while this one replays those that are ready."""
         here = torch.cuda.current_stream(self.device)
-        jobs = list(zip(self._streams, batch, strict=False))
-        coming = [self._pool.submit(self._prepare, here, lane, label, job) for lane, (_, label, job) in jobs]
         replays: list[Replay] = []
-        try:
-            while coming or any(replay.left for replay in replays):
-                while coming and (coming[0].done() or not any(replay.left for replay in replays)):
-                    replays.append(coming.pop(0).result())
-                for replay in replays:
-                    replay.replay(1)
-        finally:
-            for future in coming:
-                future.cancel()
-                if not future.cancelled():
-                    future.exception()
+        for lane, (_, label, job) in zip(self._streams, batch, strict=False):
+            replays.append(self._prepare(lane, label, job))
+            for replay in replays:  # the card works on these while the next one is built and captured
+                replay.replay(-(-AHEAD // len(replays)))
+        while any(replay.left for replay in replays):
+            for replay in replays:
+                replay.replay(1)
         for replay in replays:
             replay.finish()
             here.wait_stream(replay.stream)
@@ -179,8 +173,8 @@ class CudaEngine(LocalEngine):
             for (number, _, _), replay, loss in zip(batch, replays, losses, strict=True)
         }
 
-    def _prepare(self, here: torch.cuda.Stream, lane: torch.cuda.Stream, label: str, job: Job) -> Replay:
-        with self._named(label), torch.cuda.stream(here):
+    def _prepare(self, lane: torch.cuda.Stream, label: str, job: Job) -> Replay:
+        with self._named(label):
             if isinstance(job, Fit) and job.loss is None:
                 key = FitSlot.key_of(job)
                 free = self._slots.get(key)

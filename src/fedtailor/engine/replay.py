@@ -204,15 +204,11 @@ class LoopReplay(Replay):
 
 
 def start_state(optimiser: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Makes an optimiser's state before its first step, all zeros, so that a captured step can start from it again."""
-    group = optimiser.param_groups[0]
+    """An optimiser's state before its first step, all zeros, so that a captured step can start from it again."""
     made: list[Tensor] = []
     for p in parameters:
         state = optimiser.state[p]
-        if isinstance(optimiser, torch.optim.SGD):
-            if group["momentum"]:
-                state["momentum_buffer"] = torch.zeros_like(p)
-        else:
+        if isinstance(optimiser, torch.optim.AdamW):
             state["step"] = torch.zeros((), device=p.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         made += [t for t in state.values() if isinstance(t, Tensor)]
