@@ -36,7 +36,8 @@ class FedNASPersonal(LocalSearch):
 
     epochs: NonNegative = 0.0  # of adaptation; 0: local.epochs
     lr: NonNegative = 0.0  # eta_w of adaptation; 0: local.lr
-    keep: Literal["mixture", "path"] = "mixture"  # "path": one operation per edge, trained again for as long
+    keep: Literal["mixture", "path"] = "mixture"  # "path": one operation per edge
+    path_epochs: NonNegative = 10.0  # a path trains on for these, since its operations are no longer scaled by gates
 
     def start(self, job: Job) -> Server:
         return begin(job)
@@ -52,13 +53,13 @@ class FedNASPersonal(LocalSearch):
         return averaged(server, replies)
 
     async def personal(self, task: Task, client: Client) -> nn.Module:
-        net, lr, epochs = mixture(task, client), self.lr or client.local.lr, self.epochs or None
-        await self.search(net, client, lr, epochs)
+        net, lr = mixture(task, client), self.lr or client.local.lr
+        await self.search(net, client, lr, self.epochs or None)
         if self.keep == "mixture":
             return net
         arch = strongest(net.alpha, client)
         path = client.build(Task(client.space.cut(client.copy(net), arch), arch))
-        await client.fit(path, lr=lr, epochs=epochs)  # the operations' outputs are no longer scaled down by gates
+        await client.fit(path, lr=lr, epochs=self.path_epochs)
         return path
 
     def shared(self, server: Server) -> Task:
