@@ -44,7 +44,10 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def round_times(table: dict[str, Any], engine: str, rounds: int, warm: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+Weights = dict[str, torch.Tensor]
+
+
+def round_times(table: dict[str, Any], engine: str, rounds: int, warm: int) -> tuple[list[float], Weights]:
     """Seconds of each round after the warm ones, and the server's weights after round 1."""
     setup = prepare(load({}, table))
     federation, _ = setup.federation(torch.device("cuda"), 1, engine)
@@ -52,7 +55,7 @@ def round_times(table: dict[str, Any], engine: str, rounds: int, warm: int) -> t
     for _ in range(warm + rounds):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        next(federation.rounds(state, lambda event: None))
+        next(federation.rounds(state, lambda _: None))
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
         if state.round == 1:
@@ -61,7 +64,7 @@ def round_times(table: dict[str, Any], engine: str, rounds: int, warm: int) -> t
     return times[warm:], first
 
 
-def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def difference(a: Weights, b: Weights) -> float:
     """Relative difference of two sets of weights."""
     apart = sum(float((a[n] - b[n]).double().pow(2).sum()) for n in a)
     return (apart / sum(float(t.double().pow(2).sum()) for t in a.values())) ** 0.5
@@ -93,7 +96,8 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
     if args.out:
-        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
+        facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        args.out.write_text(json.dumps(facts))
 
 
 if __name__ == "__main__":

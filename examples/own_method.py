@@ -1,8 +1,8 @@
-"""Half-way: a complete method in one file. Server momentum for the shared network, and a private one that meets it half-way.
+"""Half-way: a complete method in one file. Server momentum for the shared network, and a private one that meets it.
 
 Server: u <- beta * u + (mean of the replies - w),  w <- w + u.
-Client: trains w and sends it; then trains a network of its own, started at (1 - keep) * w + keep * v, where v is what it
-kept last time. v never leaves the client.
+Client: trains w and sends it; then trains a network of its own, started at (1 - keep) * w + keep * v, where v is what
+it kept last time. v never leaves the client.
 
 Run it:  fedtailor run demo --set method.name=examples/own_method.py
 With options:  fedtailor run demo --set method.name=examples/own_method.py --set method.keep=0.2

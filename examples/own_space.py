@@ -1,8 +1,8 @@
 """A search space of your own: residual perceptrons with a choice of width, depth and inner widths, 243 networks in all.
 
-Your module (`Perceptron`) is ordinary PyTorch. The space says which numbers may be chosen and builds the module from them.
-The prefix rule holds because a smaller width takes the first entries of every tensor, and a smaller depth leaves out the
-last blocks: every tensor of a small network has the name it has in the largest one.
+Your module (`Perceptron`) is ordinary PyTorch. The space says which numbers may be chosen and builds the module from
+them. The prefix rule holds because a smaller width takes the first entries of every tensor, and a smaller depth leaves
+out the last blocks: every tensor of a small network has the name it has in the largest one.
 
 Look at it:  fedtailor space show examples/own_space.py --input 1,8,8
 Run it:  fedtailor run demo --set method.name=perfedrlnas --set space.name=examples/own_space.py

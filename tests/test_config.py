@@ -72,7 +72,7 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("rounds = = 3")
     with pytest.raises(UserError, match="not valid TOML"):
         load(tmp_path / "bad.toml")
-    with pytest.raises(UserError, match="unknown preset 'dmeo'.*Did you mean 'demo'"):
+    with pytest.raises(UserError, match=r"unknown preset 'dmeo'.*Did you mean 'demo'"):
         load("dmeo")
 
 

@@ -1,8 +1,8 @@
 """Update rules against numbers worked out by hand: two clients, three weights (one in the body, two in the head).
 
-Every image is a pixel of value 1, so logits = body * head. From body 1 and head (0, 0) both classes have probability 1/2, and
-the gradient of the cross-entropy for label 0 is (-1/2, 1/2) for the head and 0 for the body: a step of 0.2 moves the head by
-(0.1, -0.1). Client 0 holds one image of label 0, client 1 three images of label 1.
+Every image is a pixel of value 1, so logits = body * head. From body 1 and head (0, 0) both classes have probability
+1/2, and the gradient of the cross-entropy for label 0 is (-1/2, 1/2) for the head and 0 for the body: a step of 0.2
+moves the head by (0.1, -0.1). Client 0 holds one image of label 0, client 1 three images of label 1.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_disk_full_while_saving_loses_nothing(tmp_path: Path, monkeypatch: pytes
         real(descriptor)
 
     monkeypatch.setattr(values.os, "fsync", full)
-    with pytest.raises(UserError, match="no space left.*resume"):
+    with pytest.raises(UserError, match=r"no space left.*resume"):
         start(config, tmp_path / "cut", "cpu", 1)
     monkeypatch.undo()
     assert rows(resume(tmp_path / "cut", "cpu", 1)) == rows(whole)
@@ -122,7 +122,7 @@ def test_another_run_is_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_resume_refuses_what_is_no_run_and_other_versions(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run.json"):
+    with pytest.raises(UserError, match=r"no run.json"):
         resume(tmp_path, "cpu", 1)
     folder = start(small_config("fedavg"), tmp_path / "run", "cpu", 1)
     facts = (folder / "run.json").read_text().replace('"format": 1', '"format": 99')

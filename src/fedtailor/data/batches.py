@@ -1,7 +1,8 @@
 """Batches on the compute device: uint8 images stay put, a batch is drawn by index, normalised and augmented there.
 
-Every batch is full: batches are cut one after another from shuffles of the client's images joined end to end, so no client
-has a ragged last batch and a step always has the same shape. A client with fewer images than a batch uses them all.
+Every batch is full: batches are cut one after another from shuffles of the client's images joined end to end, so no
+client has a ragged last batch and a step always has the same shape. A client with fewer images than a batch uses them
+all.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -17,6 +16,11 @@ from .layers import Chain, ConvBlock, ConvNorm, HeadBlock, Norm
 from .measure import Piece
 
 WIDTHS = ((8, 16), (16, 32))
+DIMENSIONS = tuple(
+    Dimension(f"stage{s + 1}.{what}", options)
+    for s in range(2)
+    for what, options in (("width", WIDTHS[s]), ("kernel", (3, 5)), ("depth", (1, 2)))
+)
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,9 @@ class _Residual(nn.Module):
 class Tiny(Space):
     norm: Norm = "batch"
 
-    @cached_property
+    @property
     def dimensions(self) -> tuple[Dimension, ...]:
-        return tuple(
-            Dimension(f"stage{s + 1}.{what}", options)
-            for s in range(2)
-            for what, options in (("width", WIDTHS[s]), ("kernel", (3, 5)), ("depth", (1, 2)))
-        )
+        return DIMENSIONS
 
     def blocks(self, arch: Arch) -> Iterator[tuple[str, Block]]:
         cin = self.input[0]
