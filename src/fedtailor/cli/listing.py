@@ -20,8 +20,6 @@ KINDS = ("methods", "spaces", "nets", "data", "partitions", "fleets", "presets")
 EXTRAS = {
     "report": ("matplotlib", "HTML reports"),
     "hub": ("pyarrow", "data from the Hugging Face hub"),
-    "flower": ("flwr", "a real federation over Flower"),
-    "onnx": ("onnxruntime", "export to ONNX"),
 }
 
 
@@ -47,19 +45,18 @@ def describe(kind: str) -> dict[str, str]:
         from ..registry import lookup, names
 
         single = kind.removesuffix("s")
-        return {name: _first_line(lookup(single, name)) for name in names(single)}
+        found = {name: lookup(single, name) for name in names(single)}
+        modules = [thing.__module__ for thing in found.values()]
+        return {name: _first_line(thing, modules.count(thing.__module__) > 1) for name, thing in found.items()}
     raise unknown("list", kind, KINDS)
 
 
-def _first_line(thing: object) -> str:
-    """The class's own docstring, or its file's."""
+def _first_line(thing: object, shares_its_file: bool) -> str:
+    """What the file says it is about, or the class where a file holds several."""
     own = (getattr(thing, "__doc__", "") or "").strip()
+    generated = own.startswith(f"{getattr(thing, '__name__', '')}(")  # by the dataclass decorator
     module = inspect.getmodule(thing)
-    text = (
-        own
-        if own and not own.startswith(f"{getattr(thing, '__name__', '')}(")
-        else (module.__doc__ if module else "") or ""
-    )
+    text = own if shares_its_file and own and not generated else (module.__doc__ if module else "") or ""
     return text.strip().splitlines()[0] if text.strip() else ""
 
 

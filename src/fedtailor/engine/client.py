@@ -160,12 +160,11 @@ class Client:
             self._spend(net, steps, first, passes)
         return await Loop(step, streams, steps, tuple(nets), self._next_seed("loop"))
 
-    async def score(self, net: nn.Module, on: str = "val", fresh: bool = False, images: int = 0) -> float:
-        """Accuracy of the network as this client would use it; `fresh` re-estimates its statistics in any case.
+    async def score(self, net: nn.Module, on: str = "val", images: int = 0) -> float:
+        """Accuracy of the network as this client would use it.
 
         With `images` it is that of at most so many images of the split, the same ones at every call of a round.
         """
-        net.stale = fresh or getattr(net, "stale", False)  # type: ignore[assignment]
         await self.refresh(net)
         split = self._some(on, images) if images else self._split(on)
         self.flops += split.size * self.cost(net).flops
