@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fedtailor.config import load
-from fedtailor.run.execute import prepare
+from fedtailor.runs.execute import prepare
 
 DEVICES = {
     "data.name": "cifar10",

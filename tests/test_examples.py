@@ -16,8 +16,8 @@ from fedtailor.data.partition import PartitionConfig
 from fedtailor.fleet.budget import Limits
 from fedtailor.fleet.fleet import FleetConfig
 from fedtailor.registry import lookup
-from fedtailor.run.execute import Watcher, resume, start
-from fedtailor.run.results import Results
+from fedtailor.runs.execute import Watcher, resume, start
+from fedtailor.runs.results import Results
 from fedtailor.seeds import rng_of
 from fedtailor.spaces.base import paste
 from test_methods_golden import DATA, PLAIN

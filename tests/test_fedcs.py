@@ -30,9 +30,9 @@ from fedtailor.methods.fedrolex import FedRolex
 from fedtailor.methods.feduniform import FedAvgUniform, FedUniform
 from fedtailor.methods.heterofl import HeteroFL, owned_part
 from fedtailor.registry import lookup
-from fedtailor.run.execute import start
-from fedtailor.run.milestones import bytes_to_reach
-from fedtailor.run.results import Results
+from fedtailor.runs.execute import start
+from fedtailor.runs.milestones import bytes_to_reach
+from fedtailor.runs.results import Results
 from fedtailor.search.partial import learnt, part_of, without_statistics
 from fedtailor.search.pruning import Candidate, prune, shrink
 from fedtailor.search.rolling import average_at, cut_at, grid, window

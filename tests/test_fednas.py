@@ -30,7 +30,7 @@ from fedtailor.methods.fednas_personal import FedNASPersonal, strongest
 from fedtailor.nets.darts import ALPHA, DartsCell, Mixture, mixture_of
 from fedtailor.options import read
 from fedtailor.registry import lookup
-from fedtailor.run.execute import Watcher, prepare, resume, start
+from fedtailor.runs.execute import Watcher, prepare, resume, start
 from fedtailor.search.dsnas import chances, dsnas_step, path_of
 from fedtailor.search.milenas import PASSES, alpha_optimiser, cosine, milenas_step
 from fedtailor.search.mixture import averaged

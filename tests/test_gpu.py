@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedtailor.engine.local import LocalEngine
 from fedtailor.engine.loop import Event, Federation, State
-from fedtailor.run.execute import make_engine, prepare
+from fedtailor.runs.execute import make_engine, prepare
 from fedtailor.values import tensors_in
 from test_sweep import CASES, config_of
 

@@ -13,7 +13,7 @@ import pytest
 
 from fedtailor.data.partition import TEST
 from fedtailor.registry import names
-from fedtailor.run import execute
+from fedtailor.runs import execute
 from tools import rows, small_config
 
 
@@ -57,7 +57,7 @@ def test_client_holds_no_test_image() -> None:
 def test_hash_seed_and_workers_change_nothing(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[3])\n"
-        "from pathlib import Path\nfrom tools import small_config\nfrom fedtailor.run.execute import start\n"
+        "from pathlib import Path\nfrom tools import small_config\nfrom fedtailor.runs.execute import start\n"
         "start(small_config('perfedrlnas'), Path(sys.argv[1]), 'cpu', int(sys.argv[2]))\n"
     )
     logs = []

@@ -29,7 +29,7 @@ from fedtailor.methods.fedrlnas import FedRLNAS
 from fedtailor.methods.largest_fit import LargestFit, climb
 from fedtailor.methods.perfedrlnas import PerFedRLNAS
 from fedtailor.methods.random_arch import RandomArch
-from fedtailor.run.execute import prepare, start
+from fedtailor.runs.execute import prepare, start
 from fedtailor.search.policy import most_likely
 from fedtailor.search.rewards import Outcome, assemble
 from fedtailor.spaces.base import Arch, Dimension, Space, Weights

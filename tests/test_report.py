@@ -18,8 +18,8 @@ from fedtailor.errors import UserError
 from fedtailor.report import words
 from fedtailor.report.archs import parse
 from fedtailor.report.html import write_comparison, write_report
-from fedtailor.run.compare import compare
-from fedtailor.run.results import Results, duration
+from fedtailor.runs.compare import compare
+from fedtailor.runs.results import Results, duration
 
 EVIL = "<script>alert('x')</script>"
 VOID = {"meta", "link", "br", "img", "hr", "input", "path", "use", "rect", "line", "circle", "stop"}

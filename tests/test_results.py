@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from fedtailor.errors import UserError
-from fedtailor.run.compare import compare, identical
-from fedtailor.run.results import Results, spread
+from fedtailor.runs.compare import compare, identical
+from fedtailor.runs.results import Results, spread
 from synthetic_run import HEADER, config, evaluation, facts, write_run
 
 # Round 1 is better than round 2 for everybody: whoever picks a best round is found out.

@@ -14,7 +14,7 @@ import pytest
 
 from fedtailor import values
 from fedtailor.errors import UserError
-from fedtailor.run.execute import Watcher, resume, start
+from fedtailor.runs.execute import Watcher, resume, start
 from tools import rows, small_config
 
 

@@ -25,7 +25,7 @@ from fedtailor.method import Reply
 from fedtailor.methods.fednas_perturbation import GlobalPerturbation
 from fedtailor.methods.spider import Spider
 from fedtailor.nets.darts import ALPHA, Mixture
-from fedtailor.run.execute import Watcher, open_space, read_networks, resume, start
+from fedtailor.runs.execute import Watcher, open_space, read_networks, resume, start
 from fedtailor.search.gain import Gain, _tune
 from fedtailor.search.perturbation import Perturbed, Schedule, Search, answered, decide, questions
 from fedtailor.search.spider_milenas import discrete, mixture, relaxed, train_relaxed

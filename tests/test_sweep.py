@@ -8,7 +8,7 @@ import pytest
 
 from fedtailor.config import Config
 from fedtailor.registry import lookup, names
-from fedtailor.run.execute import Watcher, resume, start
+from fedtailor.runs.execute import Watcher, resume, start
 from tools import rows, small_config
 
 SPACES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from rich.console import Console
 
 from .config import load as load_config
-from .run.compare import Comparison
-from .run.compare import compare as compare_folders
-from .run.execute import Watcher, start
-from .run.execute import resume as resume_folder
-from .run.results import Results
+from .runs.compare import Comparison
+from .runs.compare import compare as compare_folders
+from .runs.execute import Watcher, start
+from .runs.execute import resume as resume_folder
+from .runs.results import Results
 
 
 class Run:
@@ -53,10 +54,8 @@ def run(
     """
     named = {"method", "space", "net", "data", "partition", "fleet"}
     dotted = {f"{k}.name" if k in named and isinstance(v, str) else k.replace("__", "."): v for k, v in changes.items()}
-    # names first: naming another method drops the options of the one before
-    dotted = dict(sorted(dotted.items(), key=lambda item: not item[0].endswith(".name")))
     config = load_config(source, dotted)
-    folder = Path(out) if out else free_folder(Path("runs"), f"{config.data.name}-{config.method['name']}")
+    folder = Path(out) if out else free_folder(Path("runs"), config.data.name, config.method["name"])
     words = [f"{k}={v!r}" for k, v in changes.items()]
     command = f"fedtailor.run({', '.join([repr(str(source)) if not isinstance(source, dict) else '{...}', *words])})"
     return Run(start(config, folder, device, workers, watch, command))
@@ -77,8 +76,9 @@ def compare(folders: Sequence[str | Path]) -> Comparison:
     return compare_folders([Path(f) for f in folders])
 
 
-def free_folder(parent: Path, stem: str) -> Path:
-    """The first folder `stem-N` that does not exist yet."""
+def free_folder(parent: Path, *names: str) -> Path:
+    """The first folder `names-N` that does not exist yet; a name that is a path gives its last part."""
+    stem = "-".join(re.sub(r"[^\w.-]+", "-", Path(name.partition(":")[2] or name).stem) for name in names)
     number = 1
     while (parent / f"{stem}-{number}").exists():
         number += 1

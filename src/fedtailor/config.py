@@ -53,6 +53,11 @@ class Local:
             return self.lr
         return self.lr * 0.5 * (1 + math.cos(math.pi * min(round - 1, rounds) / rounds))
 
+    @property
+    def lr_for_keeps(self) -> float:
+        """The learning rate after the rounds: a schedule that ends near 0 leaves a tenth for it."""
+        return self.lr if self.schedule == "constant" else self.lr / 10
+
     def optimiser(self, parameters: Sequence[torch.nn.Parameter], lr: float | torch.Tensor) -> torch.optim.Optimizer:
         """A fresh optimiser: its state does not outlive the job. On a GPU it is one fused, capturable kernel."""
         import torch
@@ -160,8 +165,8 @@ def load(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | Se
     """A config from a preset's name, a TOML file or a table, with dotted changes such as `local.lr=0.1`."""
     table = dict(source) if isinstance(source, Mapping) else _read_toml(source)
     pairs = changes.items() if isinstance(changes, Mapping) else [_pair(text) for text in changes]
-    for key, value in pairs:
-        table = _changed(table, key.split("."), value, key)
+    for key, value in sorted(pairs, key=lambda pair: not pair[0].endswith(".name")):
+        table = _changed(table, key.split("."), value, key)  # names first: another method drops the old one's options
     return resolve(from_table(_one_space(table)))
 
 

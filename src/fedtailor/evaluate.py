@@ -84,7 +84,7 @@ def _personal(
     kind: str,
 ) -> tuple[list[Event], list[Kept]]:
     round, last = server.round, test is not None
-    clients = [federation.client(seat, memories.get(seat.id, {}), round) for seat in seats]
+    clients = [federation.client(seat, memories.get(seat.id, {}), round, keeping=True) for seat in seats]
 
     async def finish(seat: Seat, client: Client) -> tuple[dict[str, float], Kept]:
         net = await method.personal(method.offer(server, seat), client)
@@ -104,10 +104,10 @@ def _personal(
         events += [Event(round, net.client, split, f"{kind}_accuracy", value) for split, value in found.items()]
         if last:
             kept.append(net)
-            events.append(Event(round, net.client, "", "personal_parameters", net.cost.parameters))
-            events.append(Event(round, net.client, "", "personal_flops", net.cost.flops))
+            events.append(Event(round, net.client, "", f"{kind}_parameters", net.cost.parameters))
+            events.append(Event(round, net.client, "", f"{kind}_flops", net.cost.flops))
             if word := net.space.word(net.arch):
-                events.append(Event(round, net.client, "", "personal_arch", word))
+                events.append(Event(round, net.client, "", f"{kind}_arch", word))
     return events, kept
 
 

@@ -90,7 +90,7 @@ def cells_command(
     from rich.markup import escape
     from rich.table import Table
 
-    from ..run.execute import open_space, read_facts, read_networks
+    from ..runs.execute import open_space, read_facts, read_networks
     from ..values import write_bytes
 
     folder = out or run / "cells"

@@ -83,9 +83,7 @@ def run(
 
     pairs = list(changes or []) + ([f"data.dir={json.dumps(str(data_dir))}"] if data_dir else [])
     loaded = load(config, pairs)
-    folder = out or free_folder(
-        Path("runs"), f"{loaded.data.name.replace(':', '-').replace('/', '-')}-{loaded.method['name']}"
-    )
+    folder = out or free_folder(Path("runs"), loaded.data.name, loaded.method["name"])
     _run(folder, device, engine, workers, quiet, loaded)
 
 
@@ -105,9 +103,9 @@ def resume(
 
 
 def _run(folder: Path, device: str, engine: str, workers: int, quiet: bool, config: Config | None = None) -> None:
-    from ..run.execute import resume as resume_run
-    from ..run.execute import start
-    from ..run.results import Results
+    from ..runs.execute import resume as resume_run
+    from ..runs.execute import start
+    from ..runs.results import Results
     from .progress import watcher
 
     watch = watcher(console, quiet)
@@ -153,8 +151,8 @@ def demo(
     from ..api import free_folder
     from ..config import load
     from ..errors import UserError
-    from ..run.compare import compare
-    from ..run.execute import start
+    from ..runs.compare import compare
+    from ..runs.execute import start
     from .progress import watcher
 
     parent = out or free_folder(Path("runs"), "demo")

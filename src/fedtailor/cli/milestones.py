@@ -36,8 +36,8 @@ def milestones_command(
     """
     from rich.table import Table
 
-    from fedtailor.run.milestones import bytes_to_reach
-    from fedtailor.run.results import Results
+    from fedtailor.runs.milestones import bytes_to_reach
+    from fedtailor.runs.results import Results
 
     wanted = sorted(accuracy or (0.5, 0.7, 0.8, 0.9))
     table = Table("run", "method", *(f"{100 * a:g} %" for a in wanted))

@@ -51,7 +51,7 @@ def make(
 ) -> None:
     """Deal a data set to clients, show the result, and save it for the runs that are to share it.
 
-    [bold]Example[/bold]: 100 clients with 600 CIFAR-10 images each, few classes per client
+    Example:: 100 clients with 600 CIFAR-10 images each, few classes per client
 
       fedtailor partition make --data cifar10 --data-dir ~/data --clients 100 --samples 600
       --alpha 0.3 --out cifar10-100.npz --svg cifar10-100.svg
@@ -99,7 +99,7 @@ def show(
 ) -> None:
     """Show what a saved partition deals to whom, its hash, and what made it.
 
-    [bold]Example[/bold]
+    Example:
 
       fedtailor partition show cifar10-100.npz --data cifar10 --data-dir ~/data
     """

@@ -7,7 +7,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..run.execute import Watcher
+from ..runs.execute import Watcher
 
 
 def watcher(console: Console, quiet: bool) -> Watcher:

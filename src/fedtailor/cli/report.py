@@ -33,7 +33,7 @@ def report_command(
     new accuracy with mean, std over clients and worst decile. Needs: pip install 'fedtailor[report]'
     """
     from fedtailor.report.html import write_report
-    from fedtailor.run.results import Results
+    from fedtailor.runs.results import Results
 
     console = Console()
     path = write_report(run, out)
@@ -64,7 +64,7 @@ def compare_command(
     rounds, seeds, clients or participants, and runs that did not finish. ± is the std over seeds; the std over clients
     has its own column.
     """
-    from fedtailor.run.compare import compare
+    from fedtailor.runs.compare import compare
 
     console = Console()
     comparison = compare(runs, order=order.value)

@@ -28,7 +28,7 @@ def shrink_command(
     from rich.table import Table
 
     from fedtailor.report.shrink import read_shrinkage
-    from fedtailor.run.results import Results
+    from fedtailor.runs.results import Results
 
     console = Console()
     found = read_shrinkage(Results.read(run))

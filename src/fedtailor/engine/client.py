@@ -35,11 +35,19 @@ class Client:
     """One client during one round (or one evaluation)."""
 
     def __init__(
-        self, job: RunJob, seat: Seat, train: Split, val: Split, memory: dict[str, Any], round: int, engine: LocalEngine
+        self,
+        job: RunJob,
+        seat: Seat,
+        train: Split,
+        val: Split,
+        memory: dict[str, Any],
+        round: int,
+        engine: LocalEngine,
+        keeping: bool = False,
     ) -> None:
         self.id, self.name, self.samples = seat.id, seat.name, seat.samples
         self.seat, self.space, self.local = seat, job.space, job.local
-        self.round, self.rounds, self.seed = round, job.rounds, job.seed
+        self.round, self.rounds, self.seed, self.keeping = round, job.rounds, job.seed, keeping
         self.memory = dict(memory)  # changes count only when the round is finished
         self.flops = 0  # spent so far
         self._splits = {"train": train, "val": val}
@@ -181,8 +189,8 @@ class Client:
 
     @property
     def lr(self) -> float:
-        """This round's learning rate."""
-        return self.local.lr_at(self.round, self.rounds)
+        """This round's learning rate, or that of training a network for keeps, which a schedule must not starve."""
+        return self.local.lr_for_keeps if self.keeping else self.local.lr_at(self.round, self.rounds)
 
     def loss(self, net: nn.Module, x: Tensor, y: Tensor, *more: Any) -> Tensor:
         """The client's objective on a batch, for steps of a method's own; `more` is handed to the network."""

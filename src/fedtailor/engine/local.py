@@ -120,8 +120,10 @@ class LocalEngine:
         """Errors inside the block say whose work it was."""
         try:
             yield
-        except (UserError, Stopped, torch.OutOfMemoryError, Cannot):
+        except (Stopped, torch.OutOfMemoryError, Cannot):
             raise
+        except UserError as error:
+            raise UserError(f"{label}: {error}") from error
         except Exception as error:
             raise RuntimeError(f"{label}: {type(error).__name__}: {error}") from error
 

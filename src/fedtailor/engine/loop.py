@@ -57,9 +57,10 @@ class Federation:
         self.job, self.method, self.store, self.engine = job, method, store, engine
         self.fleet, self.rules = fleet, rules
 
-    def client(self, seat: Seat, memory: Memory, round: int) -> Client:
+    def client(self, seat: Seat, memory: Memory, round: int, keeping: bool = False) -> Client:
+        """A client in a round, or, when `keeping`, one that makes its personal network after it."""
         train, val = self.store.split(seat.id, TRAIN), self.store.split(seat.id, VAL)
-        return Client(self.job, seat, train, val, memory, round, self.engine)
+        return Client(self.job, seat, train, val, memory, round, self.engine, keeping)
 
     def begin(self) -> State:
         server = self.method.start(self.job)
@@ -108,7 +109,8 @@ class Federation:
             rows = {"bytes_down": down, "bytes_up": up, "seconds": times[seat.id], "flops": client.flops}
             events += [Event(number, seat.id, "", metric, value) for metric, value in rows.items()]
             splits = {"loss": "train", "accuracy": "val"}
-            events += [Event(number, seat.id, splits.get(k, ""), k, v) for k, v in reply.facts.items()]
+            facts = {k: v + 0 for k, v in reply.facts.items() if not isinstance(v, str)}  # True is logged as 1
+            events += [Event(number, seat.id, splits.get(k, ""), k, v) for k, v in facts.items()]
             if task.arch:
                 events.append(Event(number, seat.id, "", "arch", self.job.space.word(task.arch)))
         _, ended = Clock(self.rules.deadline).round(times)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedtailor.report.plots import Picture, option_shares, step_colour
 from fedtailor.report.words import setting
-from fedtailor.run.results import Results
+from fedtailor.runs.results import Results
 
 PANELS = 24  # more dimensions than this are told in the table alone
 WINDOWS = 40  # the most windows of rounds to draw

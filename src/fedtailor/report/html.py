@@ -12,8 +12,8 @@ import numpy as np
 from fedtailor.errors import UserError
 from fedtailor.report import plots, versus, words
 from fedtailor.report.archs import read_archs
-from fedtailor.run.compare import Comparison, compare
-from fedtailor.run.results import KINDS, Results, duration, worst_tenth
+from fedtailor.runs.compare import Comparison, compare
+from fedtailor.runs.results import KINDS, Results, duration, worst_tenth
 
 HERE = Path(__file__).parent
 COSTS = {

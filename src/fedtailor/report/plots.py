@@ -16,7 +16,7 @@ import numpy as np
 
 from fedtailor.errors import UserError
 from fedtailor.report.words import percent
-from fedtailor.run.results import Floats, Results, Series, worst_tenth
+from fedtailor.runs.results import Floats, Results, Series, worst_tenth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from fedtailor.errors import UserError
 from fedtailor.fleet import fleet as fleets
 from fedtailor.report.archs import parse
 from fedtailor.report.plots import COLOURS, MUTED, cut, drawing, percent_axis
-from fedtailor.run.results import Floats, Results
+from fedtailor.runs.results import Floats, Results
 
 
 @dataclass(frozen=True, eq=False)

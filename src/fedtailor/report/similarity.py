@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import UserError
-from ..run.columns import Floats, Ints
+from ..runs.columns import Floats, Ints
 from .plots import BLUE, HALF, INK, Key, Picture, drawing
 
 DEALS = 999
@@ -88,8 +88,8 @@ def read_similarity(folder: Path) -> Similarity | None:
     import torch
 
     from ..method import Job
-    from ..run import checkpoint
-    from ..run.execute import read_facts
+    from ..runs import checkpoint
+    from ..runs.execute import read_facts
 
     facts = read_facts(folder)
     # the job is what a method needs to go on; reading needs none

@@ -20,8 +20,8 @@ from fedtailor.report.plots import (
     round_axis,
 )
 from fedtailor.report.words import percent
-from fedtailor.run.compare import Comparison, Row
-from fedtailor.run.results import Floats, Ints
+from fedtailor.runs.compare import Comparison, Row
+from fedtailor.runs.results import Floats, Ints
 
 
 def look(row: int) -> tuple[str, str]:

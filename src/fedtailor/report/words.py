@@ -7,7 +7,7 @@ import re
 from datetime import datetime
 from typing import Any
 
-from fedtailor.run.results import Results
+from fedtailor.runs.results import Results
 
 NONE = "–"
 SPACE = "\u00a0"  # a number and its unit stay on one line

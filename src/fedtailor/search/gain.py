@@ -21,7 +21,7 @@ from ..engine.client import Client
 from ..errors import UserError
 from ..evaluate import test_accuracy
 from ..method import Task
-from ..run.execute import choose_device, prepare, read_facts, read_networks
+from ..runs.execute import choose_device, prepare, read_facts, read_networks
 
 Start = Literal["own", "fresh"]
 

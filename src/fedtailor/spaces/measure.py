@@ -97,7 +97,12 @@ def count(build: Callable[[], nn.Module], inputs: Sequence[tuple[int, ...]]) -> 
             sizes.append(sum(t.numel() for t in alive) * FLOAT_BYTES // batch)
 
         hooks = [m.register_forward_hook(watch) for m in module.modules() if not list(m.children())]
-        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        hold = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+        with (
+            torch.enable_grad(),
+            FlopCounterMode(display=False) as counter,
+            hold,
+        ):  # also under no_grad
             out = module(*tensors)
         for hook in hooks:
             hook.remove()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedtailor.errors import UserError
-from fedtailor.run.results import KINDS, Results
+from fedtailor.runs.results import KINDS, Results
 
 
 class Milestone(NamedTuple):

@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedtailor.errors import UserError
-from fedtailor.run.columns import Events
-from fedtailor.run.results import KINDS, MEASURED, Results, duration
+from fedtailor.runs.columns import Events
+from fedtailor.runs.results import KINDS, MEASURED, Results, duration
 
 Order = Literal["personal", "given"]
 COSTS = ("personal_parameters", "personal_flops", "bytes_down", "bytes_up", "simulated_hours", "measured_seconds")

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedtailor.errors import UserError
-from fedtailor.run.columns import SPLITS, Bools, Events, Floats, Ints, read_events
+from fedtailor.runs.columns import SPLITS, Bools, Events, Floats, Ints, read_events
 
 FORMAT = 1
 MEASURED = frozenset({"measured_seconds"})  # the only metric that may differ between two equal runs
