@@ -9,6 +9,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
 from .jobs import Fit, Job, Loop, Score
-from .local import LocalEngine, ready
+from .local import Cannot, LocalEngine, ready
 from .replay import FitSlot, LoopReplay, Replay
 from .steps import fit_step
 
@@ -179,8 +180,9 @@ class CudaEngine(LocalEngine):
                 key = FitSlot.key_of(job)
                 free = self._slots.get(key)
                 slot = free.pop() if free else FitSlot(job, key, self.precision, self._own(job.net))
-                slot.begin(job, lane)
-                return slot
+                with contextlib.suppress(Cannot):  # if it cannot be captured, it is run as a step of its own below
+                    slot.begin(job, lane)
+                    return slot
             if isinstance(job, Fit):
                 job = Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed)
             assert isinstance(job, Loop)

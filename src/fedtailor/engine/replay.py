@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,18 @@ from .local import Cannot, lowered
 from .steps import objective, pull_
 
 CHUNK = 128  # steps whose batches are prepared at once
+
+
+@contextlib.contextmanager
+def no_garbage() -> Iterator[None]:
+    """Holds the garbage collector back: a graph that is freed during a capture makes the capture void."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Replay:
@@ -51,7 +64,7 @@ class Replay:
     def capture(self, step: Callable[[], Tensor]) -> None:
         """Records one step without running it."""
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), no_garbage():
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
                 with lowered(self.precision):
