@@ -631,7 +631,7 @@ def test_archs_in_the_log_keep_to_the_budget(method: str, tmp_path: Path) -> Non
     devices = fleets.make(config.make_fleet(), 7, config.seed)
     space = config.make_space((1, 8, 8), 10)
     largest = space.cost(space.largest).flops
-    rows = run.events.where("arch") | run.events.where("personal_arch")
+    rows = run.events.where("arch") | run.events.where("personal_arch") | run.events.where("new_arch")
     assert rows.sum() >= 7
     for client, text in zip(run.events.client[rows], run.events.text[rows], strict=True):
         arch = tuple(int(i) for i in run.events.texts[text].split("-"))
@@ -639,7 +639,7 @@ def test_archs_in_the_log_keep_to_the_budget(method: str, tmp_path: Path) -> Non
         assert limits is not None
         assert limits.flops is not None
         assert space.cost(arch).flops <= limits.flops * largest
-    kept = run.per_client("personal_flops", "")
+    kept = run.per_client("personal_flops", "") | run.per_client("new_flops", "")
     assert len(kept) == 7
 
 

@@ -126,6 +126,7 @@ SMALL = {
     "partition.samples": 60,
     "local.epochs": 0.5,
     "local.batch": 8,
+    "local.bn": "average",
 }
 
 
