@@ -14,9 +14,7 @@ from fedtailor.errors import UserError
 HEADER = ["round", "client", "split", "metric", "value"]
 SPLITS = ("", "train", "val", "test")
 SERVER = -1  # the client number of server-wide rows, whose client field is empty
-TEXTS = frozenset(
-    {"arch", "personal_arch", "new_arch"}
-)  # text: '3' is an arch here, not a number
+TEXTS = frozenset({"arch", "personal_arch", "new_arch"})  # text: '3' is an arch here, not a number
 CHUNK = 1 << 16
 
 Ints = NDArray[np.int64]
