@@ -30,7 +30,7 @@ from fedtailor.methods.fedrolex import FedRolex
 from fedtailor.methods.feduniform import FedAvgUniform, FedUniform
 from fedtailor.methods.heterofl import HeteroFL, owned_part
 from fedtailor.registry import lookup
-from fedtailor.runs.execute import start
+from fedtailor.runs.execute import Watcher, resume, start
 from fedtailor.runs.milestones import bytes_to_reach
 from fedtailor.runs.results import Results
 from fedtailor.search.partial import learnt, part_of, without_statistics
@@ -42,7 +42,7 @@ from fedtailor.seeds import rng_of
 from fedtailor.spaces.base import Arch, Dimension, Space, Weights
 from fedtailor.spaces.mobilenetv2 import MobileNetV2
 from fedtailor.spaces.tiny import Tiny
-from tools import by_hand, one_round, personal, small_config
+from tools import by_hand, one_round, personal, rows, small_config
 
 PLAIN = Local(epochs=1.0, batch=4, lr=0.2, momentum=0.0, weight_decay=0.0)
 DATA = [[(255, 0)], [(255, 1), (255, 1), (255, 1)]]
@@ -418,6 +418,31 @@ def test_a_late_reply_does_not_make_a_client_prune_twice() -> None:
     assert reply[0].arch == federation.job.space.smallest
 
 
+@pytest.mark.parametrize("inherit", [True, False])
+def test_resumes_bit_for_bit_from_every_phase(inherit: bool, tmp_path: Path) -> None:
+    class Crash(Exception):
+        """Stands for a power cut."""
+
+    class CrashAt(Watcher):
+        def __init__(self, at: int) -> None:
+            self.at = at
+
+        def round(self, number: int, facts: dict[str, float]) -> None:
+            if number == self.at:
+                raise Crash
+
+    options = {"clients": 5, "participants": 4, "rounds": 6, "fleet__name": "capacity-high", "checkpoint_every": 1}
+    config = small_config("fedcs", method__warm_up=0.5, method__inherit=inherit, **options)
+    whole = start(config, tmp_path / "whole", "cpu", workers=1)
+    for at in (3, 4, 5):  # the end of warm-up is on disk, then the first pruned clients
+        with pytest.raises(Crash):
+            start(config, tmp_path / str(at), "cpu", workers=2, watch=CrashAt(at))
+        resumed = resume(tmp_path / str(at), "cpu", workers=2)
+        assert rows(resumed) == rows(whole)
+        for file in sorted((whole / "nets").iterdir()):
+            assert file.read_bytes() == (resumed / "nets" / file.name).read_bytes()
+
+
 def test_errors_say_what_to_do() -> None:
     with pytest.raises(UserError, match="capacity-high"):
         by_hand(FedCS(), DATA, PLAIN, Tiny((1, 8, 8), 3), 1, FleetConfig(budget=fleets.Limits(flops="50%")))
@@ -631,9 +656,9 @@ def test_archs_in_the_log_keep_to_the_budget(method: str, tmp_path: Path) -> Non
     devices = fleets.make(config.make_fleet(), 7, config.seed)
     space = config.make_space((1, 8, 8), 10)
     largest = space.cost(space.largest).flops
-    rows = run.events.where("arch") | run.events.where("personal_arch") | run.events.where("new_arch")
-    assert rows.sum() >= 7
-    for client, text in zip(run.events.client[rows], run.events.text[rows], strict=True):
+    told = run.events.where("arch") | run.events.where("personal_arch") | run.events.where("new_arch")
+    assert told.sum() >= 7
+    for client, text in zip(run.events.client[told], run.events.text[told], strict=True):
         arch = tuple(int(i) for i in run.events.texts[text].split("-"))
         limits = devices[client].budget.of_largest
         assert limits is not None
