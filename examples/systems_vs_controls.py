@@ -34,6 +34,8 @@ PAIRS = (
     Pair("perfedrlnas-small", "random-arch", {"method": "random-arch"}),
     # the searched cell, trained for what the search leaves of the rounds, against a plain network trained for all
     Pair("fednas-small", "fedavg", {"method": "fedavg"}),
+    # personal networks that share weights with a global one against clients that search and train alone
+    Pair("spider-small", "lambda-0", {"method__lamda": 0.0}),
     # networks that clients prune themselves against uniformly narrow ones: same budgets, same aggregation
     Pair("fedcs-small", "feduniform", {"method": "feduniform"}),
 )
