@@ -1,22 +1,33 @@
 """Whole rounds on one GPU: this engine against the plain path (client after client, eager), in one process.
 
-    python bench/gpu.py --data-dir DIR [--only NAME ...] [--rounds 4]
+    python bench/gpu.py --data-dir DIR [--only NAME ...] [--rounds 4] [--precision tf32]
 
-Every line is a ratio of medians over rounds, measured in turn on the same federation with the same seeds.
+Every line is a ratio of medians over rounds, measured in turn on the same federation with the same seeds and in the
+same precision. Both paths do all of a round's work: cutting, training, scoring, pasting, the policy's update.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
+import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedtailor.config import load
+from fedtailor.engine.cuda import CudaEngine
+from fedtailor.engine.loop import Federation, State
+from fedtailor.engine.replay import FitSlot, Step
+from fedtailor.evaluate import evaluate
 from fedtailor.runs.execute import prepare
 
 DEVICES = {
@@ -34,34 +45,128 @@ DEVICES = {
     "local.lr": 0.02,
 }
 SILOS = DEVICES | {"clients": 8, "participants": 8, "partition.samples": 1500, "local.epochs": 1.0}
+SEARCH = SILOS | {"partition.val": 0.2, "partition.test": 0.2, "space.name": "darts", "space.channels": 16}
+V3 = DEVICES | {"method.name": "perfedrlnas", "space.name": "mobilenetv3"}
 WORKLOADS: dict[str, dict[str, Any]] = {
-    "perfedrlnas-5": DEVICES | {"method.name": "perfedrlnas", "space.name": "mobilenetv3"},
-    "perfedrlnas-10": DEVICES | {"method.name": "perfedrlnas", "space.name": "mobilenetv3", "participants": 10},
-    "perfedrlnas-20": DEVICES | {"method.name": "perfedrlnas", "space.name": "mobilenetv3", "participants": 20},
+    "perfedrlnas-5": V3,
+    "perfedrlnas-10": V3 | {"participants": 10},
+    "perfedrlnas-20": V3 | {"participants": 20},
     "fedavg-10": DEVICES | {"method.name": "fedavg", "net.name": "mobilenetv3_large", "participants": 10},
     "ditto": SILOS | {"method.name": "ditto", "net.name": "resnet18"},
     "fedrep": SILOS | {"method.name": "fedrep", "net.name": "resnet18"},
+    "spider": SEARCH | {"method.name": "spider", "space.variant": "s2"},
+    "fednas": SEARCH | {"method.name": "fednas", "local.batch": 64},
+    "evaluate": V3
+    | {"method.deploy": "as-is", "clients": 100, "partition.samples": 120, "partition.val": 0.5, "partition.test": 0.1},
 }
-
-
 Weights = dict[str, torch.Tensor]
 
 
-def round_times(table: dict[str, Any], engine: str, rounds: int, warm: int) -> tuple[list[float], Weights]:
-    """Seconds of each round after the warm ones, and the server's weights after round 1."""
-    setup = prepare(load({}, table))
-    federation, _ = setup.federation(torch.device("cuda"), 1, engine)
-    state, times, first = federation.begin(), [], {}
-    for _ in range(warm + rounds):
-        torch.cuda.synchronize()
+@dataclass
+class Measured:
+    """What some rounds took."""
+
+    seconds: list[float] = field(default_factory=list)
+    waited: float = 0.0  # seconds of them in which Python waited for the card or for room in its queue
+    first: Weights = field(default_factory=dict)  # the server's weights after round 1
+    images: int = 0  # trained on in the last round
+    space: Any = None
+
+
+@contextmanager
+def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
+    """Notes the seconds of every call of a static method."""
+    real = getattr(owner, name)
+
+    def wrapper(*args: Any, **more: Any) -> Any:
         began = time.perf_counter()
-        next(federation.rounds(state, lambda _: None))
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-        if state.round == 1:
-            first = {n: t.clone() for n, t in state.server.weights.items()}
+        try:
+            return real(*args, **more)
+        finally:
+            spent.append(time.perf_counter() - began)
+
+    setattr(owner, name, staticmethod(wrapper))
+    try:
+        yield
+    finally:
+        setattr(owner, name, staticmethod(real))
+
+
+def measure(table: dict[str, Any], engine: str, rounds: int, warm: int) -> Measured:
+    """Rounds after the warm ones; for the evaluation workload, evaluations of every client's personal network."""
+    setup = prepare(load({}, table))
+    federation, _ = setup.federation(torch.device("cuda"), 1, engine, lambda _: None)
+    state, found, spent = federation.begin(), Measured(space=setup.job.space), []
+    act = evaluation if table.get("method.deploy") == "as-is" else one_round
+    with timed(CudaEngine, "_queue", spent), timed(CudaEngine, "_read", spent):
+        for i in range(warm + rounds):
+            if i == warm:
+                spent.clear()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            act(federation, state, found)
+            torch.cuda.synchronize()
+            found.seconds.append(time.perf_counter() - began)
+            if i == 0:
+                found.first = {n: t.clone() for n, t in state.server.weights.items()}
+    found.waited = sum(spent)
     federation.engine.close()
-    return times[warm:], first
+    return found
+
+
+def one_round(federation: Federation, state: State, found: Measured) -> None:
+    flops: list[float] = []
+    next(federation.rounds(state, lambda e: flops.append(float(e.value)) if e.metric == "flops" else None))
+    local = federation.job.local
+    found.images = sum(int(s.samples * local.epochs) for s in federation.job.seats[: federation.job.participants])
+
+
+def evaluation(federation: Federation, state: State, found: Measured) -> None:
+    """Every client's network as it is now; the policies are pushed apart so that the networks differ."""
+    if state.round == 0:
+        one_round(federation, state, found)
+        alpha = state.server.alpha
+        drawn = torch.from_numpy(np.random.default_rng(0).normal(size=tuple(alpha.shape)))
+        state.server = state.server.replace(alpha=drawn.to(alpha))
+    evaluate(federation, state, None)
+
+
+def floor(found: Measured, batch: int, precision: str, local: Any) -> float:
+    """Seconds for a round's images as one network at a large batch."""
+    rng, rates = np.random.default_rng(0), []
+    for _ in range(3):
+        arch = found.space.sample(rng) if not found.space.fixed else found.space.largest
+        net = found.space.build(arch).cuda()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step = Step(found.space, arch, None, (batch, *found.space.input), local, False, False)
+            slot = FitSlot(step, net, stream, precision)
+            for x, y in slot.buffers:
+                x.zero_()
+                y.zero_()
+            slot.counter.zero_()
+            slot.graph.replay()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(10):
+                slot.graph.replay()
+            torch.cuda.synchronize()
+            rates.append(10 * batch / (time.perf_counter() - began))
+    return found.images / statistics.mean(rates)
+
+
+def busy(action: Callable[[], Any]) -> tuple[Any, float | None]:
+    """Runs the action; the median of what nvidia-smi calls utilisation meanwhile."""
+    if not shutil.which("nvidia-smi"):
+        return action(), None
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
+    watch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        result = action()
+    finally:
+        watch.terminate()
+    seen = [float(line) for line in (watch.communicate()[0] or "").split() if line.strip().isdigit()]
+    return result, statistics.median(seen) if seen else None
 
 
 def difference(a: Weights, b: Weights) -> float:
@@ -71,30 +176,41 @@ def difference(a: Weights, b: Weights) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--only", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--eager-rounds", type=int, default=1)
+    parser.add_argument("--precision", default="tf32", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows = []
     for name in args.only:
-        table = WORKLOADS[name] | {"data.dir": args.data_dir}
-        eager, plain = round_times(table, "eager", args.eager_rounds, 1)
+        table = WORKLOADS[name] | {"data.dir": args.data_dir, "precision": args.precision}
         torch.cuda.reset_peak_memory_stats()
-        fast, ours = round_times(table, "auto", args.rounds, 1)
+        ours, share = busy(lambda: measure(table, "auto", args.rounds, 2))  # noqa: B023
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.empty_cache()
+        eager = measure(table, "eager", args.eager_rounds, 1 if name == "evaluate" else 0)
+        seconds, plain = statistics.median(ours.seconds[2:]), statistics.median(eager.seconds[-args.eager_rounds :])
         row = {
             "workload": name,
-            "eager_s": statistics.median(eager),
-            "ours_s": statistics.median(fast),
-            "ratio": statistics.median(eager) / statistics.median(fast),
-            "apart_after_round_1": difference(plain, ours),
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "precision": args.precision,
+            "eager_s": plain,
+            "ours_s": seconds,
+            "ratio": plain / seconds,
+            "first_round_s": ours.seconds[0],
+            "busy_percent": share,
+            "python_share": 1 - ours.waited / sum(ours.seconds[2:]),
+            "peak_gib": peak / 2**30,
+            "apart_after_round_1": difference(eager.first, ours.first),
         }
+        if name not in ("spider", "fednas", "evaluate"):
+            local = load({}, table).local
+            row["floor_s"] = floor(ours, 1024, args.precision, local)
         rows.append(row)
         print(json.dumps(row), flush=True)
+        torch.cuda.empty_cache()
     if args.out:
         facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
         args.out.write_text(json.dumps(facts))

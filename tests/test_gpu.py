@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedtailor.engine.local import LocalEngine
 from fedtailor.engine.loop import Event, Federation, State
 from fedtailor.runs.execute import make_engine, prepare
 from fedtailor.values import tensors_in
@@ -22,7 +21,8 @@ pytestmark = [
 
 def one_round(method: str, space: str, engine: str, **changes: Any) -> tuple[State, list[Event], Federation]:
     # one or two steps a client: rounding differs between kernels, and training multiplies it by ten every few steps
-    setup = prepare(config_of(method, space, rounds=2, local__epochs=0.3, local__lr=0.01, **changes))
+    small = {"rounds": 2, "local__epochs": 0.3, "local__lr": 0.01, "precision": "fp32"}
+    setup = prepare(config_of(method, space, **(small | changes)))
     federation, _ = setup.federation(torch.device("cuda"), 1, engine)
     state, events = federation.begin(), []
     next(federation.rounds(state, events.append))
@@ -81,25 +81,83 @@ def test_a_step_that_cannot_be_captured_runs_all_the_same() -> None:
     assert "cannot be captured" in said[0]
 
 
+def apart(a: State, b: State) -> float:
+    """Relative difference of all that two runs hold."""
+    one, two = tensors(a), tensors(b)
+    assert one.keys() == two.keys()
+    difference = sum(float((one[n] - two[n]).nan_to_num().pow(2).sum()) for n in one)
+    return (difference / sum(float(t.nan_to_num().pow(2).sum()) for t in one.values())) ** 0.5
+
+
+def run(lanes: int = 0, engine: str = "auto", **changes: Any) -> tuple[State, Federation, list[str]]:
+    """Three rounds of a search with six clients a round, on so many lanes."""
+    said: list[str] = []
+    small = {"rounds": 3, "participants": 6, "local__epochs": 0.3, "local__lr": 0.001, "precision": "fp32"}
+    setup = prepare(config_of("perfedrlnas", "tiny", **(small | changes)))
+    federation, _ = setup.federation(torch.device("cuda"), 1, engine, said.append)
+    if lanes:
+        federation.engine.lanes = lanes  # type: ignore[attr-defined]
+    state = federation.begin()
+    for _ in federation.rounds(state, lambda event: None):
+        pass
+    return state, federation, said
+
+
+def test_more_clients_than_lanes_change_nothing() -> None:
+    plain, _, _ = run(engine="eager")
+    for lanes in (1, 2, 4):
+        assert apart(plain, run(lanes)[0]) < 1e-4
+
+
+def test_steps_of_the_next_round_are_captured_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedtailor.engine.cuda import CudaEngine
+
+    used: list[bool] = []
+    real = CudaEngine._slot
+
+    def watched(self: CudaEngine, *args: Any) -> Any:
+        before = len(self._slots) + len(self._lent)
+        slot = real(self, *args)
+        used.append(len(self._slots) + len(self._lent) <= before)  # it was there already
+        return slot
+
+    monkeypatch.setattr(CudaEngine, "_slot", watched)
+    run(clients=40, participants=3, rounds=6)
+    assert not any(used[:3])
+    assert sum(used[3:]) >= 6
+
+
 def test_a_full_card_trains_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedtailor.engine.cuda import CudaEngine
 
-    real, calls = CudaEngine._train_part, []
+    plain, _, _ = run()
+    real, count = CudaEngine._prepare, [0]
 
-    def tight(self: CudaEngine, batch: list) -> dict[int, float]:
-        calls.append(len(batch))
-        if len(batch) > 1:
+    def tight(self: CudaEngine, *args: Any) -> Any:
+        count[0] += 1
+        if count[0] == 4:
             raise torch.OutOfMemoryError("full")
-        return real(self, batch)
+        return real(self, *args)
 
-    monkeypatch.setattr(CudaEngine, "_train_part", tight)
-    setup = prepare(config_of("fedavg", "", rounds=1, participants=4))
-    federation, _ = setup.federation(torch.device("cuda"), 1, say=lambda text: None)
-    state = federation.begin()
-    next(federation.rounds(state, lambda event: None))
-    assert state.round == 1
-    assert calls[-1] == 1
-    assert isinstance(federation.engine, LocalEngine)
+    monkeypatch.setattr(CudaEngine, "_prepare", tight)
+    state, federation, said = run()
+    assert state.round == 3
+    assert federation.engine.lanes == 3  # type: ignore[attr-defined]
+    assert sum("memory is full" in text for text in said) == 1
+    assert apart(plain, state) < 1e-4
+
+
+def test_a_captured_forward_pass_reads_the_weights_where_they_lie() -> None:
+    _, federation, _ = run(rounds=1)
+    engine, space = federation.engine, federation.job.space
+    net = engine.network(space, space.largest).eval()
+    with torch.no_grad():
+        for scale in (1.0, 0.5, 2.0):
+            for p in net.parameters():
+                p.fill_(0.01 * scale)
+            x = torch.randn(7, *space.input, device="cuda")
+            assert torch.allclose(engine._logits(net, x), net(x), atol=1e-5)
+    assert engine._forwards[net][7] is not None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

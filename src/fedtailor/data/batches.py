@@ -107,6 +107,11 @@ class Stream:
         """Images in a batch."""
         return min(self.batch, self.split.size)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a batch's images."""
+        return (self.width, *self.split.images.shape[1:])
+
     def order(self, steps: int) -> Tensor:
         return shuffled(self.split, self.batch, steps, self.seed)
 

@@ -10,21 +10,28 @@ them.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
+from ..spaces.measure import Cost
 from .jobs import Fit, Job, Loop, Score
-from .local import Cannot, LocalEngine, ready
-from .replay import FitSlot, LoopReplay, Replay
+from .local import Cannot, LocalEngine
+from .replay import FitSlot, Forward, LoopReplay, Replay, Step
 from .steps import fit_step
 
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
 T = TypeVar("T")
 AHEAD = 32  # steps in the card's queue while a step is captured, which takes as long
+SLACK = 1.3  # the most that a network's training memory may be underestimated by
+WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for a captured step
+SHARE = 0.4  # of the card's memory that must be free to get ready for the next round
 Waiting = tuple[int, str, Job]  # a coroutine's number, its label and the job it awaits
 
 
@@ -35,59 +42,80 @@ class CudaEngine(LocalEngine):
         self,
         device: torch.device,
         precision: str = "fp32",
-        lanes: int = 16,
-        slots: int = 48,
+        lanes: int = 32,
+        slots: int = 96,
         say: Callable[[str], None] = print,
     ) -> None:
         super().__init__(device, precision=precision)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
         self.lanes = lanes
+        self._memory = torch.cuda.get_device_properties(device).total_memory
         self.most_slots = slots
         self._streams = [torch.cuda.Stream(device) for _ in range(lanes)]
-        self._slots: OrderedDict[Hashable, list[FitSlot]] = OrderedDict()
-        self._free: OrderedDict[Hashable, list[nn.Module]] = OrderedDict()
-        self._given: list[tuple[Hashable, nn.Module]] = []
+        self._aside = torch.cuda.Stream(device)  # to capture on while the lanes are busy
+        self._slots: OrderedDict[Step, list[FitSlot]] = OrderedDict()  # free ones: no client holds their networks
+        self._lent: dict[nn.Module, FitSlot] = {}  # slots by the network that a client holds
+        self._free: OrderedDict[tuple[Space, Arch], list[nn.Module]] = OrderedDict()
+        self._given: list[tuple[tuple[Space, Arch], nn.Module]] = []
+        self._forwards: WeakKeyDictionary[nn.Module, dict[int, Forward | None]] = WeakKeyDictionary()
+        self._foresee: Callable[[], Sequence[Arch]] | None = None
         self._say, self._told = say, set[str]()
         _wake_libraries(device)
+
+    def plan(self, largest: Cost, batch: int, clients: int) -> None:
+        """Says what the card will hold, and lowers the lanes where that would not fit."""
+        each = SLACK * largest.training_memory(batch) + WORKSPACE
+        free, _ = torch.cuda.mem_get_info(self.device)
+        self.lanes = max(1, min(self.lanes, int(free / each)))
+        self.most_slots = max(self.lanes, min(self.most_slots, int(free / 2 / each)))
+        self._say(
+            f"GPU: {free / 2**30:.0f} GiB free; training the largest network takes about {each / 2**30:.2f} GiB, so "
+            f"{min(clients, self.lanes)} clients train at a time and up to {self.most_slots} captured steps are kept"
+        )
 
     # networks ---------------------------------------------------------------------------------------------------
 
     def network(self, space: Space, arch: Arch) -> nn.Module:
-        """A network of the arch, from the pool where one is free. It goes back when the clients' work is over."""
+        """A network of the arch: one whose step was captured ahead, or a free one. It goes back after the work."""
         key = (space, arch)
+        for step, slots in self._slots.items():
+            if step[:2] == key and slots and slots[-1].fresh:
+                slot = slots.pop()
+                self._lent[slot.net] = slot
+                return slot.net
         free = self._free.get(key)
         net = free.pop() if free else self._make(space, arch)
         self._given.append((key, net))
         return net
 
     def _make(self, space: Space, arch: Arch) -> nn.Module:
-        """Builds without drawing initial weights, unless the network computes other buffers when it is made."""
-        with torch.device("meta"):
-            net = space.build(arch)
-        saved = net.state_dict().keys()
-        if any(n not in saved and not n.endswith("counter") for n, _ in net.named_buffers()):
+        """Builds without drawing first weights, which are overwritten anyway."""
+        with undrawn():
             return super()._make(space, arch)
-        net = net.to_empty(device=self.device)
-        for name, buffer in net.named_buffers():
-            if name.endswith(("num_batches_tracked", "counter")):
-                buffer.zero_()
-        ready(net)
-        net.space, net.arch = space, arch  # type: ignore[assignment]
-        return net.to(self.device)
 
     def _recycle(self) -> None:
+        """Takes back what clients held, and drops what was used longest ago."""
         for key, net in self._given:
             net.zero_grad(set_to_none=True)
             self._free.setdefault(key, []).append(net)
             self._free.move_to_end(key)
         self._given.clear()
+        for slot in self._lent.values():
+            self._keep(slot)
+        self._lent.clear()
         while len(self._free) > self.most_slots:
             self._free.popitem(last=False)
+        while sum(map(len, self._slots.values())) > self.most_slots:
+            self._slots.popitem(last=False)
 
     # driving clients --------------------------------------------------------------------------------------------
 
-    def run(self, work: Sequence[tuple[str, Coroutine[Any, Any, T]]]) -> list[T]:
+    def run(
+        self,
+        work: Sequence[tuple[str, Coroutine[Any, Any, T]]],
+        foresee: Callable[[], Sequence[Arch]] | None = None,
+    ) -> list[T]:
         """Drives labelled coroutines to their end: all to their next job, the jobs together, and again."""
+        self._foresee = foresee
         results: list[Any] = [None] * len(work)
         queue = list(range(len(work)))[::-1]
         waiting: list[Waiting] = []
@@ -118,69 +146,116 @@ class CudaEngine(LocalEngine):
         training = [w for w in batch if isinstance(w[2], (Fit, Loop)) and w[2].steps]
         answers = self._train(training)
         hits: list[tuple[int, Tensor, int]] = []
-        for number, label, job in batch:
+        here = torch.cuda.current_stream(self.device)
+        for i, (number, label, job) in enumerate(batch):
             if isinstance(job, Score):
-                with self._named(label):
+                lane = self._streams[i % len(self._streams)]
+                lane.wait_stream(here)
+                with self._named(label), torch.cuda.stream(lane):
                     hits.append((number, self._hits(job), job.split.size))
             elif number not in answers:
                 answers[number] = self._do(label, job)
+        for lane in self._streams:
+            here.wait_stream(lane)
         if hits:
-            counts = torch.stack([count for _, count, _ in hits]).tolist()
+            counts = self._read([count for _, count, _ in hits])
             answers |= {number: count / size for (number, _, size), count in zip(hits, counts, strict=True)}
         return answers
 
     # training ---------------------------------------------------------------------------------------------------
 
     def _train(self, batch: list[Waiting]) -> dict[int, float]:
-        """Trains networks side by side, halving how many when the card is full."""
+        """Trains networks side by side, as many at a time as the card has memory for."""
         answers: dict[int, float] = {}
         while batch:
-            part, rest = batch[: self.lanes], batch[self.lanes :]
-            try:
-                answers |= self._train_part(part)
-                batch = rest
-            except torch.OutOfMemoryError as error:
-                restart = all(isinstance(job, Fit) and job.loss is None for _, _, job in part)
-                if self.lanes == 1 or not restart:  # a step of the method's own has changed its tensors already
-                    raise RuntimeError(
-                        f"{part[0][1]}: the GPU's memory is too small for one client ({error})"
-                    ) from error
-                self.forget()
-                self.lanes = max(1, self.lanes // 2)
-                self._tell(f"GPU memory is full: from now on {self.lanes} clients train at a time")
+            answers |= self._train_part(batch[: self.lanes])
+            batch = [w for w in batch if w[0] not in answers]
         return answers
 
     def _train_part(self, batch: list[Waiting]) -> dict[int, float]:
+        """Trains as many of these as there is memory for, at least one."""
         here = torch.cuda.current_stream(self.device)
         replays: list[Replay] = []
+        new: set[Step] = set()  # steps used for the first time
+        most = 0  # bytes that one of them took
         for lane, (_, label, job) in zip(self._streams, batch, strict=False):
-            replays.append(self._prepare(lane, label, job))
-            for replay in replays:  # the card works on these while the next one is built and captured
-                replay.replay(-(-AHEAD // len(replays)))
+            before = self._free_memory()
+            if replays and before < SLACK * most:
+                break
+            try:
+                replays.append(self._prepare(lane, label, job, new))
+            except torch.OutOfMemoryError as error:  # nothing of this client has run yet
+                self._make_room(len(replays), label, error)
+                break
+            most = max(most, before - self._free_memory())
+            self._queue(replays, -(-AHEAD // len(replays)))  # the card works on these while the next one is captured
+        if not replays:
+            return {}
+        for key in self._next(new, replays):
+            self._keep(FitSlot(key, self._make(key.space, key.arch), self._aside, self.precision))
+            self._queue(replays, -(-AHEAD // len(replays)))
         while any(replay.left for replay in replays):
-            for replay in replays:
-                replay.replay(1)
+            self._queue(replays, 1)
         for replay in replays:
             replay.finish()
             here.wait_stream(replay.stream)
-            if isinstance(replay, FitSlot):
-                self._slots.setdefault(replay.key, []).append(replay)
-                self._slots.move_to_end(replay.key)
-        while sum(map(len, self._slots.values())) > self.most_slots:
-            self._slots.popitem(last=False)
-        losses = torch.stack([replay.total for replay in replays]).tolist()
+            if isinstance(replay, FitSlot) and replay.net not in self._lent:
+                self._keep(replay)
+        losses = self._read([replay.total for replay in replays])
         return {
             number: self._checked(loss / replay.steps)
-            for (number, _, _), replay, loss in zip(batch, replays, losses, strict=True)
+            for (number, _, _), replay, loss in zip(batch, replays, losses, strict=False)
         }
 
-    def _prepare(self, lane: torch.cuda.Stream, label: str, job: Job) -> Replay:
+    @staticmethod
+    def _read(numbers: Sequence[Tensor]) -> list[float]:
+        """Waits for the card."""
+        return torch.stack(list(numbers)).tolist()
+
+    def _make_room(self, lanes: int, label: str, error: Exception) -> None:
+        """After the card's memory was found full with so many clients in training."""
+        if not lanes and not (self._slots or self._free):
+            raise RuntimeError(f"{label}: the GPU's memory is too small for one client ({error})") from error
+        self.forget()
+        self.lanes = max(1, lanes or self.lanes // 2)
+        self._tell(f"GPU memory is full: from now on {self.lanes} clients train at a time")
+
+    @staticmethod
+    def _queue(replays: Sequence[Replay], steps: int) -> None:
+        for replay in replays:
+            replay.replay(steps)
+
+    def _keep(self, slot: FitSlot) -> None:
+        self._slots.setdefault(slot.key, []).append(slot)
+        self._slots.move_to_end(slot.key)
+
+    def _next(self, new: set[Step], replays: Sequence[Replay]) -> Iterator[Step]:
+        """The steps that the next round will want and that are not there, if its archs can be foreseen.
+
+        They are this round's new steps with the next round's archs in place of its own.
+        """
+        patterns = {key._replace(arch=()) for key in new if key.train is None}
+        if not patterns or self._foresee is None or self._free_memory() < SHARE * self._memory:
+            return
+        foresee, self._foresee = self._foresee, None
+        busy = Counter(replay.key for replay in replays if isinstance(replay, FitSlot))
+        for arch, wanted in Counter(foresee()).items():
+            for key in (pattern._replace(arch=arch) for pattern in patterns):
+                for _ in range(wanted - busy[key] - len(self._slots.get(key, ()))):
+                    yield key
+
+    def _free_memory(self) -> int:
+        """Bytes that can still be had, from the driver or from what torch holds unused."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def _prepare(self, lane: torch.cuda.Stream, label: str, job: Job, new: set[Step]) -> Replay:
         with self._named(label):
             if isinstance(job, Fit) and job.loss is None:
-                key = FitSlot.key_of(job)
-                free = self._slots.get(key)
-                slot = free.pop() if free else FitSlot(job, key, self.precision, self._own(job.net))
                 with contextlib.suppress(Cannot):  # if it cannot be captured, it is run as a step of its own below
+                    slot = self._slot(Step.of(job), job.net, lane)
+                    if slot.fresh:
+                        new.add(slot.key)
                     slot.begin(job, lane)
                     return slot
             if isinstance(job, Fit):
@@ -191,16 +266,34 @@ class CudaEngine(LocalEngine):
                 self._tell(f"{label}: runs step by step, its step cannot be captured ({replay.obstacle})")
             return replay
 
-    def _own(self, net: nn.Module) -> nn.Module:
-        """A network for a new slot to keep: the client's own, unless another slot has it already."""
-        rest = [(key, given) for key, given in self._given if given is not net]
-        if len(rest) == len(self._given):
-            return self._make(net.space, net.arch)  # type: ignore[arg-type]
-        self._given = rest  # it does not go back to the pool
-        return net
+    def _slot(self, key: Step, net: nn.Module, lane: torch.cuda.Stream) -> FitSlot:
+        """A captured step: the one that has the client's own network, a free one, or a new one."""
+        own = self._lent.get(net)
+        if own and own.key == key:
+            return own
+        if free := self._slots.get(key):
+            return free.pop()
+        rest = [(k, given) for k, given in self._given if given is not net]
+        if len(rest) == len(self._given) or len(self._lent) >= self.lanes:
+            return FitSlot(key, self._make(key.space, key.arch), lane, self.precision)
+        slot = self._lent[net] = FitSlot(key, net, lane, self.precision)
+        self._given = rest
+        return slot
+
+    # scoring ----------------------------------------------------------------------------------------------------
+
+    def _logits(self, net: nn.Module, images: Tensor) -> Tensor:
+        """A network's outputs; from the second time on a size is met, by its captured forward pass."""
+        seen = self._forwards.setdefault(net, {})
+        size = len(images)
+        if size in seen and seen[size] is None:
+            with contextlib.suppress(Cannot):
+                seen[size] = Forward(net, images)
+        forward = seen.setdefault(size, None)
+        return net(images) if forward is None else forward(images)
 
     def forget(self) -> None:
-        """Drops every captured step and spare network."""
+        """Drops every captured step and network that no client holds."""
         self._slots.clear()
         self._free.clear()
         torch.cuda.synchronize(self.device)
@@ -211,6 +304,20 @@ class CudaEngine(LocalEngine):
         if kind not in self._told:
             self._told.add(kind)
             self._say(text)
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Networks built inside leave their weights as the memory was."""
+    names = [n for n in dir(nn.init) if n.endswith("_") and not n.startswith("_")]
+    kept = {n: getattr(nn.init, n) for n in names}
+    try:
+        for name in names:
+            setattr(nn.init, name, lambda tensor, *_, **__: tensor)
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(nn.init, name, function)
 
 
 def _wake_libraries(device: torch.device) -> None:

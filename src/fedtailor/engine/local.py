@@ -23,6 +23,7 @@ from ..errors import UserError
 from ..seeds import torch_seed
 from ..spaces.base import Arch, Space, Weights
 from ..spaces.layers import Dropout, seed_dropout
+from ..spaces.measure import Cost
 from .client import SCORE_BATCH
 from .jobs import Fit, Job, Loop, Recalibrate, Score
 from .steps import fit_step
@@ -43,6 +44,8 @@ class LocalEngine:
 
     def __init__(self, device: torch.device, workers: int = 0, precision: str = "fp32") -> None:
         self.device, self.precision = device, precision
+        if device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers = 1 if device.type != "cpu" else workers or cores
         self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
@@ -50,6 +53,9 @@ class LocalEngine:
         self._lock = threading.Lock()
         self._template = lru_cache(maxsize=64)(self._make)
         self._initial = lru_cache(maxsize=2)(self._make_initial)
+
+    def plan(self, largest: Cost, batch: int, clients: int) -> None:
+        """Gets ready for rounds of so many clients with networks of at most this cost."""
 
     def network(self, space: Space, arch: Arch) -> nn.Module:
         """A network of the arch on this engine's device; its weights are to be overwritten."""
@@ -71,8 +77,15 @@ class LocalEngine:
     def _make_initial(self, space: Space, seed: int) -> Weights:
         return {n: t.to(self.device) for n, t in space.new_weights(seed).items()}
 
-    def run(self, work: Sequence[tuple[str, Coroutine[Any, Any, T]]]) -> list[T]:
-        """Drives labelled coroutines to their end; results in the given order."""
+    def run(
+        self,
+        work: Sequence[tuple[str, Coroutine[Any, Any, T]]],
+        foresee: Callable[[], Sequence[Arch]] | None = None,
+    ) -> list[T]:
+        """Drives labelled coroutines to their end; results in the given order.
+
+        `foresee` tells the archs that the next round will likely ask for; an engine may get ready for them.
+        """
         self._stop.clear()
         futures = [self._pool.submit(self._drive, label, coroutine) for label, coroutine in work]
         try:
@@ -168,9 +181,12 @@ class LocalEngine:
         hits = torch.zeros((), device=self.device, dtype=torch.int64)
         for index in job.split.chunks(SCORE_BATCH):
             x, y = job.split.at(index)
-            logits = job.net(x)
+            logits = self._logits(job.net, x)
             hits += ((logits if job.shift is None else logits + job.shift).argmax(1) == y).sum()
         return hits
+
+    def _logits(self, net: nn.Module, images: Tensor) -> Tensor:
+        return net(images)
 
     @torch.no_grad()
     def _recalibrate(self, job: Recalibrate) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..data.federation import Store
@@ -14,6 +15,7 @@ from ..fleet.clock import Clock, available, round_seconds
 from ..fleet.fleet import Fleet, FleetConfig
 from ..method import Job, Method, Seat, Server
 from ..seeds import rng_of
+from ..spaces.base import Arch
 from ..values import bytes_of, on_device
 from .client import Client
 from .local import LocalEngine
@@ -71,9 +73,11 @@ class Federation:
         while state.round < self.job.rounds:
             number = state.round + 1
             began = time.perf_counter()
-            present = sorted(available(self.fleet, participants_of(self.job, number), number, self.job.seed))
+            present = self.present(number)
             events: list[Event] = []
-            server, memories = self.exchange(self.method, state.server, state.memories, number, present, events)
+            server, memories = self.exchange(
+                self.method, state.server, state.memories, number, present, events, partial(self.foresee, state.server)
+            )
             server.round = number
             state.server, state.round = server, number
             state.memories.update(memories)
@@ -83,6 +87,19 @@ class Federation:
             report(Event(number, None, "", "measured_seconds", time.perf_counter() - began))
             yield state
 
+    def present(self, number: int) -> list[int]:
+        """Who takes part in a round and is there."""
+        return sorted(available(self.fleet, participants_of(self.job, number), number, self.job.seed))
+
+    def foresee(self, server: Server) -> list[Arch]:
+        """The archs of the round after the server's next one, if that one should change nothing that decides them."""
+        number = server.round + 2
+        if number > self.job.rounds:
+            return []
+        later = server.replace()
+        later.round += 1
+        return [self.method.ask(later, self.job.seats[i]).arch for i in self.present(number)]
+
     def exchange(
         self,
         method: Method,
@@ -91,6 +108,7 @@ class Federation:
         number: int,
         present: Sequence[int],
         events: list[Event],
+        foresee: Callable[[], list[Arch]] | None = None,
     ) -> tuple[Server, dict[int, Memory]]:
         """One exchange with some clients: ask, work, merge."""
         seats = [self.job.seats[i] for i in present]
@@ -100,7 +118,8 @@ class Federation:
             [
                 (f"round {number}, client {c.name}, arch {task.arch}", method.work(task, c))
                 for task, c in zip(tasks, clients, strict=True)
-            ]
+            ],
+            foresee,
         )
         times: dict[int, float] = {}
         for seat, task, client, reply in zip(seats, tasks, clients, replies, strict=True):

@@ -9,17 +9,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..data.batches import Stream
+from ..spaces.base import Arch, Space
 from ..spaces.layers import seed_dropout
 from ..spaces.measure import tensors_of
 from .jobs import Fit, Loop
 from .local import Cannot, lowered
 from .steps import objective, pull_
+
+if TYPE_CHECKING:
+    from ..config import Local
 
 CHUNK = 128  # steps whose batches are prepared at once
 
@@ -36,22 +41,42 @@ def no_garbage() -> Iterator[None]:
             gc.enable()
 
 
+class Step(NamedTuple):
+    """What two fits must share to use one captured step."""
+
+    space: Space
+    arch: Arch
+    train: tuple[str, ...] | None  # the parameters that learn; None: all
+    batch: tuple[int, ...]  # shape of its images
+    local: Local  # without what may differ from job to job
+    shifted: bool
+    anchored: bool
+
+    @classmethod
+    def of(cls, job: Fit) -> Step:
+        space, arch = job.net.space, job.net.arch
+        everything = len(job.train) == sum(1 for _ in job.net.parameters())
+        local = dataclasses.replace(job.local, lr=1.0, epochs=1.0, augment="none", prior=False)
+        train = None if everything else job.train
+        flags = job.shift is not None, job.anchor is not None
+        return cls(space, arch, train, job.stream.shape, local, *flags)  # type: ignore[arg-type]
+
+
 class Replay:
     """A step captured once and replayed `steps` times over the batches of some streams."""
 
     stream: torch.cuda.Stream
     graph: torch.cuda.CUDAGraph
 
-    def __init__(self, streams: Sequence[Stream], device: torch.device, precision: str) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device, precision: str) -> None:
         self.precision = precision
         self.total = torch.zeros((), device=device)
         self.counter = torch.zeros(1, device=device, dtype=torch.int64)
         self.buffers: list[tuple[Tensor, Tensor]] = []
         self.steps = self.done = 0
-        for s in streams:
-            shape = (CHUNK, s.width, *s.split.images.shape[1:])
-            images = torch.empty(shape, device=device)
-            self.buffers.append((images, torch.empty(shape[:2], device=device, dtype=torch.int64)))
+        for batch in shapes:
+            images = torch.empty((CHUNK, *batch), device=device)
+            self.buffers.append((images, torch.empty(images.shape[:2], device=device, dtype=torch.int64)))
 
     @property
     def left(self) -> int:
@@ -62,8 +87,9 @@ class Replay:
         return [(x.index_select(0, self.counter)[0], y.index_select(0, self.counter)[0]) for x, y in self.buffers]
 
     def capture(self, step: Callable[[], Tensor]) -> None:
-        """Records one step without running it."""
+        """Records one step without running it, with matrix workspaces of its own: graphs run side by side."""
         self.graph = torch.cuda.CUDAGraph()
+        torch._C._cuda_clearCublasWorkspaces()
         with torch.cuda.stream(self.stream), no_garbage():
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -112,34 +138,30 @@ class Replay:
 class FitSlot(Replay):
     """The captured step of an ordinary fit. It keeps a network; jobs with another one copy their weights in and out."""
 
-    def __init__(self, job: Fit, key: Hashable, precision: str, net: nn.Module) -> None:
+    def __init__(self, key: Step, net: nn.Module, stream: torch.cuda.Stream, precision: str) -> None:
         device = next(net.parameters()).device
-        super().__init__([job.stream], device, precision)
-        self.key, self.net, self.local = key, net.train(), job.local
+        super().__init__([key.batch], device, precision)
+        self.key, self.net, self.local, self.stream = key, net.train(), key.local, stream
         named = dict(net.named_parameters())
-        chosen = set(job.train)
-        for name, parameter in named.items():
-            parameter.requires_grad_(name in chosen)
-        self.parameters = [named[n] for n in job.train]
+        self.train = tuple(named) if key.train is None else key.train
+        self.parameters = [named[n] for n in self.train]
         self.tensors = list(tensors_of(net).values())
-        self.lr = torch.tensor(job.lr, device=device)
-        self.shift = None if job.shift is None else torch.zeros_like(job.shift)
-        self.anchors = [torch.zeros_like(p) for p in self.parameters] if job.anchor else []
+        self.lr = torch.ones((), device=device)
+        self.shift = torch.zeros(key.space.classes, device=device) if key.shifted else None
+        self.anchors = [torch.zeros_like(p) for p in self.parameters] if key.anchored else []
         self.pull = torch.zeros((), device=device)
-        self.optimiser = job.local.optimiser(self.parameters, self.lr)
+        self.optimiser = self.local.optimiser(self.parameters, self.lr)
         self.state = start_state(self.optimiser, self.parameters)
-        self.ready = False
-
-    @staticmethod
-    def key_of(job: Fit) -> Hashable:
-        """What two fits must share to use one captured step."""
-        space, arch = job.net.space, job.net.arch  # type: ignore[attr-defined]
-        shape = (job.stream.width, *job.stream.split.images.shape[1:])
-        local = dataclasses.replace(job.local, lr=1.0, epochs=1.0, augment="none", prior=False)
-        return space, arch, job.train, shape, local, job.shift is None, job.anchor is None
+        self.fresh = True  # not used yet
+        stream.wait_stream(torch.cuda.current_stream())  # for the tensors made just now
+        net.requires_grad_(False)
+        for parameter in self.parameters:
+            parameter.requires_grad_(True)
+        self.capture(self._step)
+        net.requires_grad_(True)  # as whoever holds the network expects it
 
     def begin(self, job: Fit, lane: torch.cuda.Stream) -> None:
-        self.stream, self.job = lane, job
+        self.stream, self.job, self.fresh = lane, job, False
         self.start([job.stream], job.steps)
         with torch.cuda.stream(lane), torch.no_grad():
             seed_dropout(self.net, job.seed)
@@ -147,15 +169,11 @@ class FitSlot(Replay):
             if self.shift is not None and job.shift is not None:
                 self.shift.copy_(job.shift)
             if job.anchor:
-                torch._foreach_copy_(self.anchors, [job.anchor[n] for n in job.train])
+                torch._foreach_copy_(self.anchors, [job.anchor[n] for n in self.train])
                 self.pull.fill_(job.pull)
             torch._foreach_zero_(self.state)
             if job.net is not self.net:
                 torch._foreach_copy_(self.tensors, list(tensors_of(job.net).values()))
-        if not self.ready:
-            self.capture(self._step)
-            self.net.requires_grad_(True)  # as whoever holds the network expects it
-            self.ready = True
 
     def _step(self) -> Tensor:
         ((x, y),) = self.batches()
@@ -180,7 +198,7 @@ class LoopReplay(Replay):
 
     def __init__(self, job: Loop, lane: torch.cuda.Stream, precision: str) -> None:
         device = job.streams[0].split.labels.device
-        super().__init__(job.streams, device, precision)
+        super().__init__([s.shape for s in job.streams], device, precision)
         self.stream, self.nets = lane, job.nets
         for net in job.nets:
             net.train()
@@ -214,6 +232,30 @@ class LoopReplay(Replay):
     def finish(self) -> None:
         for net in self.nets:
             net.requires_grad_(True)
+
+
+class Forward:
+    """A network's captured forward pass on a batch of one size. The weights are read where they lie."""
+
+    def __init__(self, net: nn.Module, images: Tensor) -> None:
+        self.images = images.clone()
+        self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(images.device)
+        torch._C._cuda_clearCublasWorkspaces()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), no_garbage():
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.logits = net(self.images)
+            except Exception as error:
+                with contextlib.suppress(RuntimeError):
+                    self.graph.capture_end()
+                raise Cannot(str(error).splitlines()[0]) from error
+            self.graph.capture_end()
+
+    def __call__(self, images: Tensor) -> Tensor:
+        self.images.copy_(images)
+        self.graph.replay()
+        return self.logits
 
 
 def start_state(optimiser: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -67,6 +67,8 @@ class Setup:
     ) -> tuple[Federation, Store]:
         learn, test = stores(self.dataset, self.partition, device)
         runs = make_engine(device, workers, engine, self.config.precision, say)
+        space, batch = self.job.space, self.config.local.batch
+        runs.plan(space.cost(space.largest), batch, self.job.participants)
         return Federation(self.job, self.method, learn, runs, self.fleet, self.config.make_fleet()), test
 
 
@@ -98,11 +100,13 @@ def prepare(config: Config, saved: Path | None = None) -> Setup:
 
 
 def make_engine(
-    device: torch.device, workers: int, name: str = "auto", precision: str = "fp32", say: Say = print
+    device: torch.device, workers: int, name: str = "auto", precision: str = "auto", say: Say = print
 ) -> LocalEngine:
     """The engine for a device; `eager` is the plain one, client after client."""
     if name not in ("auto", "eager"):
         raise UserError(f"--engine {name}: use auto or eager.")
+    if precision == "auto":
+        precision = "tf32" if device.type == "cuda" else "fp32"
     if precision != "fp32" and device.type != "cuda":
         raise UserError(f"precision = '{precision}' needs a CUDA device; on a CPU runs compute in fp32.")
     if device.type == "cuda" and name == "auto":
@@ -164,6 +168,7 @@ def _continue(setup: Setup, out: Path, device: torch.device, workers: int, watch
     state, log_bytes = found if found else (federation.begin(), None)
     log = EventLog(out / "events.csv", log_bytes)
     facts = {**read_facts(out), "status": "running", "device": describe_device(device)}
+    facts["precision"] = federation.engine.precision
     _write_facts(out, facts)
     began, before = time.perf_counter(), float(facts["seconds"])
     evaluate_every = config.evaluate_every or max(1, config.rounds // 10)
