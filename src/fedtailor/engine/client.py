@@ -68,19 +68,24 @@ class Client:
         """Copies weights into a network; statistics that did not travel come from the client's memory."""
         kept = self.memory.get("statistics", {}) if self.local.bn == "local" else {}
         stale = False
-        with torch.no_grad():
-            for name, tensor in tensors_of(net).items():
-                source = weights.get(name)
-                if source is None and name.endswith(STATISTICS):
-                    source = kept.get(name)
-                    if source is None or source.shape != tensor.shape:
-                        source, stale = None, True
-                        tensor.fill_(0.0 if name.endswith("running_mean") else 1.0)
-                elif source is None or source.shape != tensor.shape:
-                    shape = None if source is None else tuple(source.shape)
-                    raise UserError(f"'{name}' should have shape {tuple(tensor.shape)}, the weights have {shape}.")
-                if source is not None:
-                    tensor.copy_(source)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, tensor in tensors_of(net).items():
+            source = weights.get(name)
+            if source is None and name.endswith(STATISTICS):
+                source = kept.get(name)
+                if source is None or source.shape != tensor.shape:
+                    source, stale = None, True
+                    tensor.fill_(0.0 if name.endswith("running_mean") else 1.0)
+            elif source is None or source.shape != tensor.shape:
+                shape = None if source is None else tuple(source.shape)
+                raise UserError(f"'{name}' should have shape {tuple(tensor.shape)}, the weights have {shape}.")
+            if source is not None:
+                targets.append(tensor)
+                sources.append(source)
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
         net.stale = stale or self.local.bn == "recalibrate"  # type: ignore[assignment]
 
     def take(self, net: nn.Module, only: Callable[[str], bool] | None = None) -> Weights:

@@ -23,7 +23,7 @@ from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost
 from .jobs import Fit, Job, Loop, Score
 from .local import Cannot, LocalEngine
-from .replay import FitSlot, Forward, LoopReplay, Replay, Step
+from .replay import FitSlot, Forward, LoopReplay, Replay, Step, no_garbage
 from .steps import fit_step
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
@@ -90,7 +90,11 @@ class CudaEngine(LocalEngine):
     def _make(self, space: Space, arch: Arch) -> nn.Module:
         """Builds without drawing first weights, which are overwritten anyway."""
         with undrawn():
-            return super()._make(space, arch)
+            net = super()._make(space, arch)
+        for module in net.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.affine:
+                give_scale(module)
+        return net
 
     def _recycle(self) -> None:
         """Takes back what clients held, and drops what was used longest ago."""
@@ -102,7 +106,7 @@ class CudaEngine(LocalEngine):
         for slot in self._lent.values():
             self._keep(slot)
         self._lent.clear()
-        while len(self._free) > self.most_slots:
+        while len(self._free) > 4 * self.most_slots:
             self._free.popitem(last=False)
         while sum(map(len, self._slots.values())) > self.most_slots:
             self._slots.popitem(last=False)
@@ -116,6 +120,10 @@ class CudaEngine(LocalEngine):
     ) -> list[T]:
         """Drives labelled coroutines to their end: all to their next job, the jobs together, and again."""
         self._foresee = foresee
+        with no_garbage():  # what it frees may be a graph, and a graph freed during a capture makes the capture void
+            return self._run(work)
+
+    def _run(self, work: Sequence[tuple[str, Coroutine[Any, Any, T]]]) -> list[T]:
         results: list[Any] = [None] * len(work)
         queue = list(range(len(work)))[::-1]
         waiting: list[Waiting] = []
@@ -239,7 +247,7 @@ class CudaEngine(LocalEngine):
             return
         foresee, self._foresee = self._foresee, None
         busy = Counter(replay.key for replay in replays if isinstance(replay, FitSlot))
-        for arch, wanted in Counter(foresee()).items():
+        for arch, wanted in Counter(arch for arch in foresee() if arch).items():
             for key in (pattern._replace(arch=arch) for pattern in patterns):
                 for _ in range(wanted - busy[key] - len(self._slots.get(key, ()))):
                     yield key
@@ -318,6 +326,14 @@ def undrawn() -> Iterator[None]:
     finally:
         for name, function in kept.items():
             setattr(nn.init, name, function)
+
+
+def give_scale(norm: nn.modules.batchnorm._BatchNorm) -> None:
+    """Scales by one and shifts by zero: the convolution library's one-kernel normalisation asks for both."""
+    assert norm.running_var is not None
+    for name, fill in (("weight", torch.ones_like), ("bias", torch.zeros_like)):
+        del norm._parameters[name]
+        norm.register_buffer(name, fill(norm.running_var), persistent=False)
 
 
 def _wake_libraries(device: torch.device) -> None:

@@ -177,7 +177,8 @@ class LocalEngine:
 
     @torch.no_grad()
     def _hits(self, job: Score) -> Tensor:
-        job.net.eval()
+        if job.net.training:
+            job.net.eval()
         hits = torch.zeros((), device=self.device, dtype=torch.int64)
         for index in job.split.chunks(SCORE_BATCH):
             x, y = job.split.at(index)

@@ -31,7 +31,7 @@ CHUNK = 128  # steps whose batches are prepared at once
 
 @contextlib.contextmanager
 def no_garbage() -> Iterator[None]:
-    """Holds the garbage collector back: a graph that is freed during a capture makes the capture void."""
+    """Holds the garbage collector back."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -90,7 +90,7 @@ class Replay:
         """Records one step without running it, with matrix workspaces of its own: graphs run side by side."""
         self.graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()
-        with torch.cuda.stream(self.stream), no_garbage():
+        with torch.cuda.stream(self.stream):
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
                 with lowered(self.precision):
@@ -242,7 +242,7 @@ class Forward:
         self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(images.device)
         torch._C._cuda_clearCublasWorkspaces()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), no_garbage():
+        with torch.cuda.stream(stream):
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.logits = net(self.images)
