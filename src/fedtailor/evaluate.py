@@ -7,8 +7,9 @@ the test store is opened once, after the last round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ from .engine.client import Client
 from .engine.jobs import Score
 from .engine.loop import Event, Federation, Memory, Rounds, State
 from .errors import UserError
-from .method import Method, Seat, Server, Task
+from .method import Fact, Method, Seat, Server, Task
+from .options import table_of
 from .spaces.base import Arch, Space, Weights
 from .spaces.measure import Cost, tensors_of
 
@@ -119,11 +121,22 @@ async def finish(
 
 
 def personal_rows(
-    round: int, client: int, kind: str, found: dict[str, float], facts: dict[str, int | str]
+    round: int, client: int, kind: str, found: Mapping[str, float], facts: Mapping[str, Fact]
 ) -> list[Event]:
     """The rows on one client's personal network: its accuracies, and at the end what it is."""
     rows = [Event(round, client, split, f"{kind}_accuracy", value) for split, value in found.items()]
     return rows + [Event(round, client, "", f"{kind}_{name}", value) for name, value in facts.items()]
+
+
+def network_value(net: Kept, space: Space) -> dict[str, Any]:
+    """A client's network as a value: its arch and weights, enough to build it again.
+
+    A network that is no point of the run's space comes with the [net] table that builds it.
+    """
+    value = {"space": net.space.name, "arch": list(net.arch), "weights": net.weights}
+    if net.space != space:
+        value["net"] = {"name": net.space.name, **table_of(net.space, hidden=("input", "classes"))}
+    return value
 
 
 def fold_prior(net: nn.Module, client: Client) -> None:

@@ -82,6 +82,9 @@ class Rounds:
         """What clients make of their tasks, in their order; None for one that gave no answer."""
         raise NotImplementedError
 
+    def merge(self, method: Method, server: Server, replies: Sequence[Reply]) -> Server:
+        return method.merge(server, replies)
+
     def rounds(self, state: State, report: Callable[[Event], None]) -> Iterator[State]:
         """Runs the remaining rounds, yielding the state after each."""
         while state.round < self.job.rounds:
@@ -137,7 +140,7 @@ class Rounds:
             for seat, _, answer in came
             if seat.id in ended.on_time
         ]
-        merged = method.merge(server, arrived) if arrived else server.replace()
+        merged = self.merge(method, server, arrived) if arrived else server.replace()
         changed = {seat.id: answer.memory for seat, _, answer in came if answer.memory or seat.id in memories}
         return merged, changed
 

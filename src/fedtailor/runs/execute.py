@@ -26,11 +26,10 @@ from ..data.sources import load as load_data
 from ..engine.local import LocalEngine
 from ..engine.loop import Event, Federation, State
 from ..errors import UserError
-from ..evaluate import Kept, evaluate, mean_accuracy
+from ..evaluate import Kept, evaluate, mean_accuracy, network_value
 from ..fleet import fleet as fleets
 from ..fleet.budget import require_feasible
 from ..method import Job, Method, Seat
-from ..options import table_of
 from ..spaces.base import Arch, Space, Weights
 from ..values import read_value, write_bytes, write_value
 from . import checkpoint
@@ -48,6 +47,9 @@ class Watcher:
     def round(self, number: int, facts: dict[str, float]) -> None: ...
 
     def say(self, text: str) -> None: ...
+
+    def clients(self, states: dict[str, str]) -> None:
+        """How each client of a server is doing, whenever that changes."""
 
     def end(self) -> None: ...
 
@@ -280,17 +282,6 @@ def _progress(events: list[Event]) -> dict[str, float]:
         if value is not None:
             found[kind] = value
     return found
-
-
-def network_value(net: Kept, space: Space) -> dict[str, Any]:
-    """A client's network as a value: its arch and weights, enough to build it again.
-
-    A network that is no point of the run's space comes with the [net] table that builds it.
-    """
-    value = {"space": net.space.name, "arch": list(net.arch), "weights": net.weights}
-    if net.space != space:
-        value["net"] = {"name": net.space.name, **table_of(net.space, hidden=("input", "classes"))}
-    return value
 
 
 def open_space(out: Path) -> Space:
