@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedtailor.config import Config
-from fedtailor.registry import lookup, names
+from fedtailor.registry import names
 from fedtailor.runs.execute import start
 from fedtailor.runs.serve import serve
 from grid import MemoryPost
@@ -28,7 +28,8 @@ def public(folder: Path) -> list[str]:
 
 def same_networks(local: Path, sites: Path) -> bool:
     return all(
-        (local / "nets" / f"{i:06d}.safetensors").read_bytes() == next(sites.glob(f"{name}/*/network.safetensors")).read_bytes()
+        (local / "nets" / f"{i:06d}.safetensors").read_bytes()
+        == next(sites.glob(f"{name}/*/network.safetensors")).read_bytes()
         for i, name in enumerate(NAMES)
     )
 
