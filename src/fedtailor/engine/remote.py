@@ -25,6 +25,7 @@ from .wire import SAMPLES_LIMIT, Evaluate, Evaluated, Parcel, Refused, Request, 
 
 POLL = 0.1  # seconds between looks for replies
 LOOK = 1.0  # seconds between looks for clients that came or went
+TRIES = 20  # of a round in which clients answer, but nothing that can be used
 AGAIN = 30.0  # seconds until a client that could not take part is asked again who it is
 
 
@@ -343,7 +344,7 @@ class RemoteFederation(Rounds):
         }
         answers: dict[int, Answer] = {}
         quorum = min(self.waiting.quorum, len(seats))
-        while True:
+        for _ in range(TRIES):
             found, missing = self._ask(orders, evaluation)
             events += self._evaluated(evaluation, found, "personal", number - 1)
             for who, response in found.items():
@@ -362,6 +363,8 @@ class RemoteFederation(Rounds):
             }
             self._wait_for(orders, quorum - len(answers), missing)
             evaluation = {}
+        else:
+            raise UserError(f"round {number}: clients answered {TRIES} times, but nothing that could be used.")
         events += [Event(number, who, "", "missing", why) for who, why in sorted(missing.items()) if who in orders]
         return [answers.get(seat.id) for seat in seats]
 

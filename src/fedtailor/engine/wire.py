@@ -330,14 +330,13 @@ def _worked(value: Value, task: Task, seat: Seat) -> Worked:
 
 def check_reply(reply: Reply, task: Task, space: Space) -> None:
     """Raises unless a reply holds nothing but what its task allows: entries that were sent, and a little beside."""
-    if not isinstance(reply.arch, tuple) or not all(type(i) is int for i in reply.arch):
-        raise Refused("its arch is no list of whole numbers")
     given = task.weights
-    if task.arch or not reply.arch:
-        if reply.arch not in ((), task.arch):
-            raise Refused(f"it is for arch {reply.arch}, the client was given {task.arch}")
-    else:  # the client chose its own part of what it was given
-        space.check(reply.arch)
+    if reply.arch not in ((), task.arch):
+        if task.arch:
+            raise Refused(f"it is for arch {str(reply.arch)[:200]}, the client was given {task.arch}")
+        if not isinstance(reply.arch, tuple) or not all(type(i) is int for i in reply.arch):
+            raise Refused("its arch is no list of whole numbers")
+        space.check(reply.arch)  # the client chose its own part of what it was given
         index = space.index(reply.arch)
         given = {n: t[index[n]] for n, t in given.items() if n in index}
     _check_tensors(reply.weights, given, "weights")
