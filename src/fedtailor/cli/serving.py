@@ -94,7 +94,7 @@ def serve_command(
     folder = out or free_folder(Path("runs"), loaded.data.name, loaded.method["name"])
     watch = crowd_watcher(console, quiet)
     keys = server_folder(tls) if tls else None
-    link = SuperLink(host, port, keys, folder.parent / f".{folder.name}-superlink", watch.say)
+    link = SuperLink(host, port, keys, folder.parent / f".superlink-{port}", watch.say)
     with _ended_by_signals():
         try:
             link.start()

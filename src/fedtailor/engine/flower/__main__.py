@@ -20,7 +20,10 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-IDLE = 0.5  # seconds between a SuperNode's looks for messages
+from fedtailor.engine.flower import quicken
+
+IDLE = 0.5  # seconds between a SuperNode's looks for messages of the server
+BUSY = 0.1  # and for the reply of its own client
 OPEN = "/v1/fleet/"  # what other machines may call
 HERE = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
@@ -54,7 +57,7 @@ def supernode() -> None:
     from flwr.supernode.cli import flower_supernode
 
     start_client_internal.time = SimpleNamespace(  # type: ignore[attr-defined]
-        **{**vars(time), "sleep": lambda seconds: time.sleep(min(seconds, IDLE))}
+        **{**vars(time), "sleep": lambda seconds: time.sleep(IDLE if seconds > 1 else BUSY)}
     )
     flower_supernode()
 
@@ -74,4 +77,5 @@ if __name__ == "__main__":
     kind, parent = sys.argv[1], int(sys.argv[2])
     sys.argv = [f"flower-{kind}", *sys.argv[3:]]
     end_with(parent)
+    quicken()
     {"superlink": superlink, "supernode": supernode}[kind]()

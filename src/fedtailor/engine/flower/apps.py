@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -19,6 +22,7 @@ from ..remote import Waiting
 from ..site import Site
 from ..wire import Parcel
 
+POLL = 0.1  # seconds between looks for a reply
 STYPE = "fedtailor"  # one array of bytes; Flower moves it as it is
 
 
@@ -43,6 +47,7 @@ class GridPost:
 
     def __init__(self, grid: Grid, names: Mapping[int, str] | None = None) -> None:
         self.grid, self.names = grid, names
+        self._come: SimpleQueue[tuple[str, Parcel | str]] = SimpleQueue()
 
     def nodes(self) -> Mapping[int, str]:
         here = list(self.grid.get_node_ids())
@@ -54,14 +59,32 @@ class GridPost:
         found = {}
         for node, parcel in parcels.items():  # one by one: the first client works while the next one's is on its way
             message = Message(to_content(parcel), dst_node_id=node, message_type="train")
-            (found[node],) = self.grid.push_messages([message])
-        return {node: number for node, number in found.items() if number}
+            (number,) = self.grid.push_messages([message])
+            if number:
+                found[node] = number
+                threading.Thread(target=self._fetch, args=(number,), daemon=True).start()
+        return found
 
     def receive(self, ids: Collection[str]) -> Sequence[tuple[str, Parcel | str]]:
-        return [
-            (m.metadata.reply_to_message_id, (m.error.reason or "unknown") if m.has_error() else to_parcel(m.content))
-            for m in self.grid.pull_messages(ids)
-        ]
+        found = []
+        while not self._come.empty():
+            found.append(self._come.get())
+        return [(number, content) for number, content in found if number in ids]
+
+    def _fetch(self, number: str) -> None:
+        """Waits for one reply. Each has its own thread: fetching one can hang when its sender does."""
+        while True:
+            try:
+                found = list(self.grid.pull_messages([number]))
+            except Exception as error:
+                self._come.put((number, f"the message is lost ({type(error).__name__})"))
+                return
+            if found:
+                (m,) = found
+                failed = m.has_error()
+                self._come.put((number, (m.error.reason or "unknown") if failed else to_parcel(m.content)))
+                return
+            time.sleep(POLL)
 
 
 class PrintWatcher(Watcher):

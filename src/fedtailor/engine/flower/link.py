@@ -36,6 +36,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from ...errors import UserError
+from . import quicken
 
 APP = Path(__file__).parent / "app"
 QUIET = {
@@ -68,6 +69,7 @@ class SuperLink:
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
         os.environ.update(QUIET)
+        quicken()
 
     @property
     def address(self) -> str:

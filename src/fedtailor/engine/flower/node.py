@@ -25,6 +25,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from ..site import Site
+from . import quicken
 from .apps import to_content, to_parcel
 from .link import environment, free_port
 
@@ -75,6 +76,7 @@ def join(address: str, site: Site, tls: Path | None, say: Callable[[str], None])
 
 def attend(address: str, site: Site, alive: Callable[[], bool]) -> None:
     """Takes one message after another from a SuperNode, as long as it lives."""
+    quicken()
     client = _client(address)
     request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
     try:
