@@ -16,6 +16,9 @@ demo-flower: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
+test-flower: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m flower tests/test_flower.py
+
 setup: $(STAMP)
 
 lint: $(STAMP)

@@ -178,6 +178,7 @@ class Crowd:
                 for pending in self._pending.values():
                     pending.late |= pending.name in open_
                 self.say(f"late: {', '.join(sorted(open_))}")
+                self._show()
                 return found, missing | dict.fromkeys(open_, "late")
             if open_:
                 time.sleep(POLL)
@@ -199,11 +200,14 @@ class Crowd:
                     self.say(f"{pending.name} answered round {pending.request.work.round} too late: not used")
             else:
                 found.append((pending.name, response))
+        self._show()
+        return found
+
+    def _show(self) -> None:
         states = self.states()
         if states != self._shown:
             self._shown = states
             self.show(states)
-        return found
 
     def _send(self, requests: Mapping[int, Request], unknown: str | None = None) -> None:
         if not requests:
@@ -213,6 +217,7 @@ class Crowd:
         for node, number in ids.items():
             name = names[node] if unknown is None else unknown
             self._pending[number] = Pending(node, name, requests[node])
+        self._show()
 
     def _read(self, pending: Pending, content: Parcel | str) -> Response | str:
         who = pending.name or self._nodes.get(pending.node, "") or f"node {pending.node}"
@@ -376,7 +381,8 @@ class RemoteFederation(Rounds):
             sound = [reply for reply in replies if self._mergeable(method, server, reply)]
             if len(sound) == len(replies):
                 raise
-            names = [self.job.seats[r.client].name for r in replies if r not in sound]
+            good = {reply.client for reply in sound}
+            names = [self.job.seats[r.client].name for r in replies if r.client not in good]
             self.crowd.say(f"the replies of {', '.join(names)} are refused: {type(error).__name__}: {error}")
             return method.merge(server, sound) if sound else server.replace()
 

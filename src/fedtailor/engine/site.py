@@ -195,14 +195,14 @@ class Site:
     def _config(self, text: str) -> Config:
         """The run's configuration; code that is not installed here is run only if this client's owner said so."""
         try:
-            config = load_config(tomllib.loads(text))
+            table = tomllib.loads(text)
+            for kind in ("method", "space", "net"):  # before anything is looked up: that would run the code
+                name = _name_in(table.get(kind))
+                if (".py" in name or ":" in name) and name not in self.trust:
+                    raise UserError(f"the run names the code '{name}', which --trust does not list.")
+            return load_config(table)
         except (tomllib.TOMLDecodeError, UserError) as error:
             raise Problem("request", error) from error
-        for table in (config.method, config.space, config.net):
-            name = str(table.get("name", ""))
-            if (".py" in name or ":" in name) and name not in self.trust:
-                raise Problem("request", UserError(f"the run names the code '{name}', which --trust does not list."))
-        return config
 
     def _space(self, text: str, shape: tuple[int, int, int], classes: int) -> Space:
         return self._config(text).make_space(shape, classes)
@@ -265,6 +265,13 @@ class Site:
         job = Job(seat.space, (seat,), config.clients, config.participants, config.rounds, config.seed, config.local)
         learn, test = stores(own, partition, self.engine.device)
         return Desk(job, seat, config.make_method(), learn, test)
+
+
+def _name_in(table: object) -> str:
+    """The name in a table of the config; a server's config has one of each kind, never a list of them."""
+    if table is not None and not isinstance(table, dict):
+        raise UserError("the run's configuration is not resolved.")
+    return str(table.get("name", "")) if table else ""
 
 
 def _in_classes(dataset: Dataset, classes: tuple[str, ...]) -> Dataset:

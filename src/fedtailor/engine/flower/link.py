@@ -115,14 +115,16 @@ class SuperLink:
 
     def _answers(self) -> bool:
         try:
-            self._control().ListNodes(ListNodesRequest())
+            with self._control() as control:
+                control.ListNodes(ListNodesRequest())
         except httpx.HTTPError:
             return False
         return True
 
-    def _control(self) -> ControlHttpClient:
-        return ControlHttpClient.from_server_address(
-            self.address, self.tls is None, self._root(), [RuntimeVersionHttpInterceptor(component_name="fedtailor")]
+    def _control(self) -> contextlib.closing[ControlHttpClient]:
+        version = RuntimeVersionHttpInterceptor(component_name="fedtailor")
+        return contextlib.closing(
+            ControlHttpClient.from_server_address(self.address, self.tls is None, self._root(), [version])
         )
 
     def _root(self) -> bytes | None:
@@ -130,23 +132,24 @@ class SuperLink:
 
     def register(self, keys: Mapping[str, Path]) -> dict[int, str]:
         """Lets the nodes with these public keys in, and no others; returns their ids with their names."""
-        control = self._control()
         wanted = {name: _public(path) for name, path in keys.items()}
-        there = {bytes(n.public_key): n.node_id for n in control.ListNodes(ListNodesRequest()).nodes_info}
-        for key, node in there.items():
-            if key not in wanted.values():
-                control.UnregisterNode(UnregisterNodeRequest(node_id=node))
-        return {
-            there.get(key) or control.RegisterNode(RegisterNodeRequest(public_key=key, name=name)).node_id: name
-            for name, key in wanted.items()
-        }
+        with self._control() as control:
+            there = {bytes(n.public_key): n.node_id for n in control.ListNodes(ListNodesRequest()).nodes_info}
+            for key, node in there.items():
+                if key not in wanted.values():
+                    control.UnregisterNode(UnregisterNodeRequest(node_id=node))
+            return {
+                there.get(key) or control.RegisterNode(RegisterNodeRequest(public_key=key, name=name)).node_id: name
+                for name, key in wanted.items()
+            }
 
     @contextlib.contextmanager
     def run(self) -> Iterator[HttpGrid]:
         """A run of Flower's, driven by this process: the grid that reaches the nodes."""
         content = build_fab_from_disk(APP)
         fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
-        self._control().StartRun(StartRunRequest(fab=fab_to_proto(fab)))
+        with self._control() as control:
+            control.StartRun(StartRunRequest(fab=fab_to_proto(fab)))
         grid = HttpGrid(self.address, self.tls is None, self._root(), token=self._token())
         client: Any = grid._runtime_client
         task = client.PullTaskInput(PullTaskInputRequest())
@@ -171,11 +174,12 @@ class SuperLink:
         version = RuntimeVersionHttpInterceptor(component_name="fedtailor")
         client = RuntimeHttpClient.from_server_address(self.address, self.tls is None, self._root(), [version])
         began = time.monotonic()
-        while time.monotonic() - began < START:
-            found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
-            if found.HasField("task") and found.token:
-                return found.token
-            time.sleep(0.1)
+        with contextlib.closing(client):
+            while time.monotonic() - began < START:
+                found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
+                if found.HasField("task") and found.token:
+                    return found.token
+                time.sleep(0.1)
         raise UserError(f"the SuperLink does not start a run; its log is {self.folder / 'superlink.log'}.")
 
 

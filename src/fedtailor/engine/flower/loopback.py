@@ -72,12 +72,17 @@ class Loopback:
             del self.processes[who]
 
     def close(self) -> None:
-        for who in list(self.processes):
-            process = self.processes.pop(who)
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGCONT)
-                os.killpg(process.pid, signal.SIGTERM)
-        # a group lives on as long as any of its processes does; all of them end with their parent
+        running = [process for process in self.processes.values() if process.poll() is None]
+        for process in running:
+            os.killpg(process.pid, signal.SIGCONT)
+            process.terminate()  # it ends its own children
+        for process in running:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self.processes.clear()
 
     def _security(self) -> list[str]:
         return ["--insecure"] if self.insecure else ["--tls", str(self.keys)]
