@@ -5,13 +5,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test setup lint docs format clean
+.PHONY: demo demo-flower test test-flower setup lint docs format clean
 
 demo: $(STAMP)
 	$(BIN)/fedtailor demo
 
+demo-flower: $(STAMP)
+	$(BIN)/python examples/flower_demo.py
+
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-flower: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m flower tests/test_flower.py
 
 setup: $(STAMP)
 

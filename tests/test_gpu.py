@@ -92,7 +92,14 @@ def apart(a: State, b: State) -> float:
 def run(lanes: int = 0, engine: str = "auto", **changes: Any) -> tuple[State, Federation, list[str]]:
     """Three rounds of a search with six clients a round, on so many lanes."""
     said: list[str] = []
-    small = {"rounds": 3, "clients": 8, "participants": 6, "local__epochs": 0.3, "local__lr": 0.001, "precision": "fp32"}
+    small = {
+        "rounds": 3,
+        "clients": 8,
+        "participants": 6,
+        "local__epochs": 0.3,
+        "local__lr": 0.001,
+        "precision": "fp32",
+    }
     setup = prepare(config_of("perfedrlnas", "tiny", **(small | changes)))
     federation, _ = setup.federation(torch.device("cuda"), 1, engine, said.append)
     if lanes:

@@ -7,8 +7,9 @@ the test store is opened once, after the last round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +19,10 @@ from .data.federation import Store
 from .data.partition import TEST, VAL
 from .engine.client import Client
 from .engine.jobs import Score
-from .engine.loop import Event, Federation, Memory, State
+from .engine.loop import Event, Federation, Memory, Rounds, State
 from .errors import UserError
-from .method import Method, Seat, Server
+from .method import Fact, Method, Seat, Server, Task
+from .options import table_of
 from .spaces.base import Arch, Space, Weights
 from .spaces.measure import Cost, tensors_of
 
@@ -35,6 +37,12 @@ class Kept:
     weights: Weights
     cost: Cost
 
+    @property
+    def facts(self) -> dict[str, int | str]:
+        """What the network is, in a few words."""
+        word = self.space.word(self.arch)
+        return {"parameters": self.cost.parameters, "flops": self.cost.flops} | ({"arch": word} if word else {})
+
 
 def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[list[Event], list[Kept]]:
     """Accuracies of the state on val and, where the test store is given, on test; and the networks clients keep."""
@@ -47,7 +55,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
         work = [
             (
                 f"global model on client {c.name}",
-                _scores(c, method.build(shared, c), _splits(federation, c.id, test), None),
+                scores(c, method.build(shared, c), _splits(federation, c.id, test)),
             )
             for c in clients
         ]
@@ -60,7 +68,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
     return events, kept
 
 
-def onboard(federation: Federation, state: State, seats: Sequence[Seat]) -> tuple[Server, dict[int, Memory]]:
+def onboard(federation: Rounds, state: State, seats: Sequence[Seat]) -> tuple[Server, dict[int, Memory]]:
     """Lets clients that never trained join, as the method says. The run's own state is left as it is."""
     method, rounds = federation.method.onboarding()
     server, memories = state.server.replace(), {}
@@ -85,30 +93,50 @@ def _personal(
 ) -> tuple[list[Event], list[Kept]]:
     round, last = server.round, test is not None
     clients = [federation.client(seat, memories.get(seat.id, {}), round, keeping=True) for seat in seats]
-
-    async def finish(seat: Seat, client: Client) -> tuple[dict[str, float], Kept]:
-        net = await method.personal(method.offer(server, seat), client)
-        await client.refresh(net)
-        fold_prior(net, client)
-        found = await _scores(client, net, _splits(federation, client.id, test), None)
-        weights = {n: t.detach().cpu().clone() for n, t in tensors_of(net).items()} if last else {}
-        return found, Kept(client.id, net.space, net.arch, weights, client.cost(net))  # type: ignore[arg-type]
-
     work = [
-        (f"personal network of client {c.name} after round {round}", finish(s, c))
+        (
+            f"personal network of client {c.name} after round {round}",
+            finish(method, method.offer(server, s), c, _splits(federation, c.id, test), last),
+        )
         for s, c in zip(seats, clients, strict=True)
     ]
     events: list[Event] = []
     kept: list[Kept] = []
     for found, net in federation.engine.run(work):
-        events += [Event(round, net.client, split, f"{kind}_accuracy", value) for split, value in found.items()]
-        if last:
-            kept.append(net)
-            events.append(Event(round, net.client, "", f"{kind}_parameters", net.cost.parameters))
-            events.append(Event(round, net.client, "", f"{kind}_flops", net.cost.flops))
-            if word := net.space.word(net.arch):
-                events.append(Event(round, net.client, "", f"{kind}_arch", word))
+        events += personal_rows(round, net.client, kind, found, net.facts if last else {})
+        kept += [net] if last else []
     return events, kept
+
+
+async def finish(
+    method: Method, offer: Task, client: Client, splits: dict[str, Split], last: bool
+) -> tuple[dict[str, float], Kept]:
+    """Makes a client's personal network and scores it; its weights are kept when the run is over."""
+    net = await method.personal(offer, client)
+    await client.refresh(net)
+    fold_prior(net, client)
+    found = await scores(client, net, splits)
+    weights = {n: t.detach().cpu().clone() for n, t in tensors_of(net).items()} if last else {}
+    return found, Kept(client.id, net.space, net.arch, weights, client.cost(net))  # type: ignore[arg-type]
+
+
+def personal_rows(
+    round: int, client: int, kind: str, found: Mapping[str, float], facts: Mapping[str, Fact]
+) -> list[Event]:
+    """The rows on one client's personal network: its accuracies, and at the end what it is."""
+    rows = [Event(round, client, split, f"{kind}_accuracy", value) for split, value in found.items()]
+    return rows + [Event(round, client, "", f"{kind}_{name}", value) for name, value in facts.items()]
+
+
+def network_value(net: Kept, space: Space) -> dict[str, Any]:
+    """A client's network as a value: its arch and weights, enough to build it again.
+
+    A network that is no point of the run's space comes with the [net] table that builds it.
+    """
+    value = {"space": net.space.name, "arch": list(net.arch), "weights": net.weights}
+    if net.space != space:
+        value["net"] = {"name": net.space.name, **table_of(net.space, hidden=("input", "classes"))}
+    return value
 
 
 def fold_prior(net: nn.Module, client: Client) -> None:
@@ -129,11 +157,10 @@ def _splits(federation: Federation, client: int, test: Store | None) -> dict[str
     return {name: split for name, split in found.items() if split.size}
 
 
-async def _scores(
-    client: Client, net: nn.Module, splits: dict[str, Split], shift: torch.Tensor | None
-) -> dict[str, float]:
+async def scores(client: Client, net: nn.Module, splits: dict[str, Split]) -> dict[str, float]:
+    """Accuracies of a network as it stands on some splits."""
     await client.refresh(net)
-    return {name: await Score(net, split, shift) for name, split in splits.items()}
+    return {name: await Score(net, split) for name, split in splits.items()}
 
 
 async def test_accuracy(client: Client, net: nn.Module, test: Store) -> float:

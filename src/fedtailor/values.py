@@ -71,15 +71,16 @@ def plain(value: Value, path: str = "") -> Value:
     raise TypeError(f"a value holds tensors, numbers, text, lists and dicts, not {type(value).__name__} (at '{path}')")
 
 
-def _restore(value: Value, tensors: dict[str, Tensor]) -> Value:
+def restored(value: Value, tensors: dict[str, Tensor]) -> Value:
+    """The value of which `plain` made JSON."""
     if isinstance(value, dict):
         if "$tensor" in value:
             return tensors[value["$tensor"]]
         if "$tuple" in value:
-            return tuple(_restore(v, tensors) for v in value["$tuple"])
-        return {k: _restore(v, tensors) for k, v in value.items()}
+            return tuple(restored(v, tensors) for v in value["$tuple"])
+        return {k: restored(v, tensors) for k, v in value.items()}
     if isinstance(value, list):
-        return [_restore(v, tensors) for v in value]
+        return [restored(v, tensors) for v in value]
     return value
 
 
@@ -99,7 +100,7 @@ def read_value(path: Path, device: torch.device | str = "cpu") -> Value:
     try:
         with safe_open(path, "pt", device=str(device)) as file:
             tree = json.loads((file.metadata() or {})["tree"])
-            return _restore(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            return restored(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"{path} is not a readable value file ({error}).") from error
 

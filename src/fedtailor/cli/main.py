@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import fleet, gain, milestones, partition, policies, report, shrink, space
+from . import fleet, gain, milestones, partition, policies, report, serving, shrink, space
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -39,6 +39,9 @@ app.command("policies")(policies.policies_command)
 app.command("gain")(gain.gain_command)
 app.command("cells")(gain.cells_command)
 app.command("shrink")(shrink.shrink_command)
+app.command("certs")(serving.certs_command)
+app.command("serve")(serving.serve_command)
+app.command("join")(serving.join_command)
 
 Set = Annotated[
     list[str] | None,

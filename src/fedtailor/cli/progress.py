@@ -80,3 +80,55 @@ class PlainWatcher(Watcher):
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
+
+
+def crowd_watcher(console: Console, quiet: bool) -> Watcher:
+    """Follows a server: rounds, and who of the clients is ready, working, late or lost."""
+    if quiet:
+        return Watcher()
+    return LiveCrowdWatcher(console) if console.is_terminal else CrowdWatcher(console)
+
+
+STATE_MARKS = {"ready": "○", "working": "●", "late": "◐", "lost": "✗", "not here yet": "·"}
+
+
+def _crowd(states: dict[str, str]) -> str:
+    return "  ".join(f"{STATE_MARKS.get(state, '?')} {name} {state}" for name, state in states.items())
+
+
+class CrowdWatcher(PlainWatcher):
+    """Every round is a line; so is every client that is late or lost."""
+
+    def round(self, number: int, facts: dict[str, float]) -> None:
+        self.latest |= facts
+        self.say(f"{self.title}: round {number}/{self.rounds}  {_words(self.latest)}")
+
+    def clients(self, states: dict[str, str]) -> None:
+        trouble = {name: state for name, state in states.items() if state in ("late", "lost")}
+        if trouble:
+            self.say(_crowd(trouble))
+
+    def say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+class LiveCrowdWatcher(LiveWatcher):
+    """The bar of a run, and a line with the clients under it."""
+
+    progress: Progress | None = None  # type: ignore[assignment]
+
+    def begin(self, title: str, done: int, rounds: int) -> None:
+        super().begin(title, done, rounds)
+        assert self.progress is not None
+        self.line = self.progress.add_task("", total=None, words="", rate="", visible=True)
+
+    def clients(self, states: dict[str, str]) -> None:
+        if self.progress is not None:
+            self.progress.update(self.line, words=_crowd(states))
+
+    def say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def end(self) -> None:
+        if self.progress is not None:
+            super().end()

@@ -203,24 +203,33 @@ def natural(
 def split(owner: np.ndarray, labels: np.ndarray, clients: int, config: PartitionConfig, seed: int) -> np.ndarray:
     """Train, val and test of every client, each with the client's own label mix as nearly as whole images allow."""
     out = np.full(len(owner), UNUSED, np.uint8)
+    classes = int(labels.max()) + 1
     for client in range(clients):
-        rng = rng_of(seed, "partition", "split", client)
-        images = rng.permutation(np.flatnonzero(owner == client))
-        # classes in random order, so that none is always the one that rounding favours
-        rank = rng.permutation(int(labels.max()) + 1)
-        images = images[np.argsort(rank[labels[images]], kind="stable")]
-        n_val, n_test = _split_sizes(len(images), config)
-        out[images] = TRAIN
-        for kind, wanted in ((TEST, n_test), (VAL, n_val)):
-            # evenly spaced places in a list sorted by class: each class gives its share, give or take one
-            at = np.floor((np.arange(wanted) + rng.random()) * (len(images) / max(wanted, 1))).astype(np.int64)
-            at = np.minimum(at, len(images) - 1)  # in case of rounding up to the very end
-            out[images[at]] = kind
-            images = np.delete(images, at)
+        images = np.flatnonzero(owner == client)
+        out[images] = split_of(client, labels[images], classes, config, seed)
     return out
 
 
-def _split_sizes(n: int, config: PartitionConfig) -> tuple[int, int]:
+def split_of(client: int, labels: np.ndarray, classes: int, config: PartitionConfig, seed: int) -> np.ndarray:
+    """Train, val or test for each of one client's images."""
+    rng = rng_of(seed, "partition", "split", client)
+    images = rng.permutation(len(labels))
+    # classes in random order, so that none is always the one that rounding favours
+    rank = rng.permutation(classes)
+    images = images[np.argsort(rank[labels[images]], kind="stable")]
+    n_val, n_test = split_sizes(len(images), config)
+    out = np.full(len(labels), TRAIN, np.uint8)
+    for kind, wanted in ((TEST, n_test), (VAL, n_val)):
+        # evenly spaced places in a list sorted by class: each class gives its share, give or take one
+        at = np.floor((np.arange(wanted) + rng.random()) * (len(images) / max(wanted, 1))).astype(np.int64)
+        at = np.minimum(at, len(images) - 1)  # in case of rounding up to the very end
+        out[images[at]] = kind
+        images = np.delete(images, at)
+    return out
+
+
+def split_sizes(n: int, config: PartitionConfig) -> tuple[int, int]:
+    """How many of a client's images are for val and for test."""
     n_val, n_test = (max(1, round(n * share)) if share else 0 for share in (config.val, config.test))
     while n_val + n_test >= n:  # rounding up took it all; train needs one
         n_val, n_test = (n_val - 1, n_test) if n_val > n_test else (n_val, n_test - 1)

@@ -13,7 +13,7 @@ from ..data.federation import Store
 from ..data.partition import TRAIN, VAL
 from ..fleet.clock import Clock, available, round_seconds
 from ..fleet.fleet import Fleet, FleetConfig
-from ..method import Job, Method, Seat, Server
+from ..method import Job, Method, Reply, Seat, Server, Task
 from ..seeds import rng_of
 from ..spaces.base import Arch
 from ..values import bytes_of, on_device
@@ -34,6 +34,15 @@ class State:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What came of one client's work."""
+
+    reply: Reply
+    memory: Memory
+    flops: int
+
+
+@dataclass(frozen=True)
 class Event:
     """One row of the tidy table of a run."""
 
@@ -50,55 +59,54 @@ def participants_of(job: Job, round: int) -> list[int]:
     return sorted(int(i) for i in rng.choice(job.clients, job.participants, replace=False))
 
 
-class Federation:
-    """A job, a method and the clients' learning data, ready to run rounds."""
+class Rounds:
+    """The server's half of every round; who does the clients' half is for `work` to say."""
 
-    def __init__(
-        self, job: Job, method: Method, store: Store, engine: LocalEngine, fleet: Fleet, rules: FleetConfig
-    ) -> None:
-        self.job, self.method, self.store, self.engine = job, method, store, engine
-        self.fleet, self.rules = fleet, rules
-
-    def client(self, seat: Seat, memory: Memory, round: int, keeping: bool = False) -> Client:
-        """A client in a round, or, when `keeping`, one that makes its personal network after it."""
-        train, val = self.store.split(seat.id, TRAIN), self.store.split(seat.id, VAL)
-        return Client(self.job, seat, train, val, memory, round, self.engine, keeping)
+    def __init__(self, job: Job, method: Method, fleet: Fleet, rules: FleetConfig) -> None:
+        self.job, self.method, self.fleet, self.rules = job, method, fleet, rules
 
     def begin(self) -> State:
-        server = self.method.start(self.job)
-        return State(server.replace(**on_device(server.values, self.engine.device)))
-
-    def rounds(self, state: State, report: Callable[[Event], None]) -> Iterator[State]:
-        """Runs the remaining rounds, yielding the state after each. The state changes only when a round is whole."""
-        while state.round < self.job.rounds:
-            number = state.round + 1
-            began = time.perf_counter()
-            present = self.present(number)
-            events: list[Event] = []
-            server, memories = self.exchange(
-                self.method, state.server, state.memories, number, present, events, partial(self.foresee, state.server)
-            )
-            server.round = number
-            state.server, state.round = server, number
-            state.memories.update(memories)
-            state.touched |= memories.keys()
-            for event in events:
-                report(event)
-            report(Event(number, None, "", "measured_seconds", time.perf_counter() - began))
-            yield state
+        return State(self.method.start(self.job))
 
     def present(self, number: int) -> list[int]:
-        """Who takes part in a round and is there."""
+        """Who is asked in a round: its participants, as far as they can be reached."""
         return sorted(available(self.fleet, participants_of(self.job, number), number, self.job.seed))
 
-    def foresee(self, server: Server) -> list[Arch]:
-        """The archs of the round after the server's next one, if that one should change nothing that decides them."""
-        number = server.round + 2
-        if number > self.job.rounds:
-            return []
-        later = server.replace()
-        later.round += 1
-        return [self.method.ask(later, self.job.seats[i]).arch for i in self.present(number)]
+    def work(
+        self,
+        method: Method,
+        seats: Sequence[Seat],
+        tasks: Sequence[Task],
+        memories: dict[int, Memory],
+        number: int,
+        events: list[Event],
+    ) -> list[Answer | None]:
+        """What clients make of their tasks, in their order; None for one that gave no answer."""
+        raise NotImplementedError
+
+    def merge(self, method: Method, server: Server, replies: Sequence[Reply]) -> Server:
+        return method.merge(server, replies)
+
+    def rounds(self, state: State, report: Callable[[Event], None]) -> Iterator[State]:
+        """Runs the remaining rounds, yielding the state after each."""
+        while state.round < self.job.rounds:
+            self.round(state, report)
+            yield state
+
+    def round(self, state: State, report: Callable[[Event], None]) -> None:
+        """Runs the next round. The state changes only when the round is whole."""
+        number = state.round + 1
+        began = time.perf_counter()
+        events: list[Event] = []
+        present = self.present(number)
+        server, memories = self.exchange(self.method, state.server, state.memories, number, present, events)
+        server.round = number
+        state.server, state.round = server, number
+        state.memories.update(memories)
+        state.touched |= memories.keys()
+        for event in events:
+            report(event)
+        report(Event(number, None, "", "measured_seconds", time.perf_counter() - began))
 
     def exchange(
         self,
@@ -108,24 +116,18 @@ class Federation:
         number: int,
         present: Sequence[int],
         events: list[Event],
-        foresee: Callable[[], list[Arch]] | None = None,
     ) -> tuple[Server, dict[int, Memory]]:
         """One exchange with some clients: ask, work, merge."""
         seats = [self.job.seats[i] for i in present]
         tasks = [method.ask(server, seat) for seat in seats]
-        clients = [self.client(seat, memories.get(seat.id, {}), number) for seat in seats]
-        replies = self.engine.run(
-            [
-                (f"round {number}, client {c.name}, arch {task.arch}", method.work(task, c))
-                for task, c in zip(tasks, clients, strict=True)
-            ],
-            foresee,
-        )
+        answers = self.work(method, seats, tasks, memories, number, events)
+        came = [(s, t, a) for s, t, a in zip(seats, tasks, answers, strict=True) if a is not None]
         times: dict[int, float] = {}
-        for seat, task, client, reply in zip(seats, tasks, clients, replies, strict=True):
+        for seat, task, answer in came:
+            reply = answer.reply
             down, up = bytes_of([task.weights, task.extra]), bytes_of([reply.weights, reply.extra])
-            times[seat.id] = round_seconds(seat.profile, down, up, client.flops)
-            rows = {"bytes_down": down, "bytes_up": up, "seconds": times[seat.id], "flops": client.flops}
+            times[seat.id] = round_seconds(seat.profile, down, up, answer.flops)
+            rows = {"bytes_down": down, "bytes_up": up, "seconds": times[seat.id], "flops": answer.flops}
             events += [Event(number, seat.id, "", metric, value) for metric, value in rows.items()]
             splits = {"loss": "train", "accuracy": "val"}
             facts = {k: v + 0 for k, v in reply.facts.items() if not isinstance(v, str)}  # True is logged as 1
@@ -136,10 +138,63 @@ class Federation:
         events.append(Event(number, None, "", "round_seconds", ended.seconds))
         events.append(Event(number, None, "", "late", len(ended.late)))
         arrived = [
-            dataclasses.replace(reply, client=seat.id, samples=seat.samples, seconds=times[seat.id])
-            for seat, reply in zip(seats, replies, strict=True)
+            dataclasses.replace(answer.reply, client=seat.id, samples=seat.samples, seconds=times[seat.id])
+            for seat, _, answer in came
             if seat.id in ended.on_time
         ]
-        merged = method.merge(server, arrived) if arrived else server.replace()
-        changed = {c.id: c.memory for c in clients if c.memory or c.id in memories}
+        merged = self.merge(method, server, arrived) if arrived else server.replace()
+        changed = {seat.id: answer.memory for seat, _, answer in came if answer.memory or seat.id in memories}
         return merged, changed
+
+
+class Federation(Rounds):
+    """A federation whose clients are all on this machine: their learning data and the engine that runs them."""
+
+    def __init__(
+        self, job: Job, method: Method, store: Store, engine: LocalEngine, fleet: Fleet, rules: FleetConfig
+    ) -> None:
+        super().__init__(job, method, fleet, rules)
+        self.store, self.engine = store, engine
+        self._ahead: Callable[[], list[Arch]] | None = None  # the next round's archs, for the engine to get ready
+
+    def round(self, state: State, report: Callable[[Event], None]) -> None:
+        self._ahead = partial(self.foresee, state.server)
+        super().round(state, report)
+
+    def foresee(self, server: Server) -> list[Arch]:
+        """The archs of the round after the server's next one, if that one should change nothing that decides them."""
+        number = server.round + 2
+        if number > self.job.rounds:
+            return []
+        later = server.replace()
+        later.round += 1
+        return [self.method.ask(later, self.job.seats[i]).arch for i in self.present(number)]
+
+    def client(self, seat: Seat, memory: Memory, round: int, keeping: bool = False) -> Client:
+        """A client in a round, or, when `keeping`, one that makes its personal network after it."""
+        train, val = self.store.split(seat.id, TRAIN), self.store.split(seat.id, VAL)
+        return Client(self.job, seat, train, val, memory, round, self.engine, keeping)
+
+    def begin(self) -> State:
+        server = super().begin().server
+        return State(server.replace(**on_device(server.values, self.engine.device)))
+
+    def work(
+        self,
+        method: Method,
+        seats: Sequence[Seat],
+        tasks: Sequence[Task],
+        memories: dict[int, Memory],
+        number: int,
+        events: list[Event],
+    ) -> list[Answer | None]:
+        clients = [self.client(seat, memories.get(seat.id, {}), number) for seat in seats]
+        ahead, self._ahead = self._ahead, None
+        replies = self.engine.run(
+            [
+                (f"round {number}, client {c.name}, arch {task.arch}", method.work(task, c))
+                for task, c in zip(tasks, clients, strict=True)
+            ],
+            ahead,
+        )
+        return [Answer(reply, c.memory, c.flops) for reply, c in zip(replies, clients, strict=True)]

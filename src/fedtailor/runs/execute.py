@@ -6,11 +6,11 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,19 +24,19 @@ from ..data.federation import Store, stores
 from ..data.partition import TRAIN, Partition
 from ..data.sources import load as load_data
 from ..engine.local import LocalEngine
-from ..engine.loop import Event, Federation
+from ..engine.loop import Event, Federation, State
 from ..errors import UserError
-from ..evaluate import Kept, evaluate, mean_accuracy
+from ..evaluate import Kept, evaluate, mean_accuracy, network_value
 from ..fleet import fleet as fleets
 from ..fleet.budget import require_feasible
 from ..method import Job, Method, Seat
-from ..options import table_of
 from ..spaces.base import Arch, Space, Weights
 from ..values import read_value, write_bytes, write_value
 from . import checkpoint
 from .events import EventLog
 
 Say = Callable[[str], None]
+Report = Callable[[Event], None]
 
 
 class Watcher:
@@ -48,7 +48,46 @@ class Watcher:
 
     def say(self, text: str) -> None: ...
 
+    def clients(self, states: dict[str, str]) -> None:
+        """How each client of a server is doing, whenever that changes."""
+
     def end(self) -> None: ...
+
+
+class Driver(Protocol):
+    """Whatever runs the rounds: the engine of this machine, or a server of real clients."""
+
+    precision: str  # of the arithmetic
+
+    def begin(self) -> State: ...
+
+    def rounds(self, state: State, report: Report, due: Callable[[int], bool]) -> Iterator[State]:
+        """The remaining rounds; where `due` says so, with evaluations on val after a round."""
+        ...
+
+    def finish(self, state: State) -> tuple[list[Event], list[Kept]]:
+        """The evaluation after the last round, and the networks that may be kept here."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalDriver:
+    """All clients on this machine."""
+
+    def __init__(self, federation: Federation, test: Store) -> None:
+        self.federation, self.test = federation, test
+        self.begin, self.close = federation.begin, federation.engine.close
+        self.precision = federation.engine.precision
+
+    def rounds(self, state: State, report: Report, due: Callable[[int], bool]) -> Iterator[State]:
+        for _ in self.federation.rounds(state, report):
+            for event in evaluate(self.federation, state, None)[0] if due(state.round) else ():
+                report(event)
+            yield state
+
+    def finish(self, state: State) -> tuple[list[Event], list[Kept]]:
+        return evaluate(self.federation, state, self.test)
 
 
 @dataclass(frozen=True)
@@ -81,22 +120,30 @@ def prepare(config: Config, saved: Path | None = None) -> Setup:
         partition.require(dataset)
     else:
         partition = partitions.make(dataset, config.make_partition(), config.clients, config.seed)
-    space = config.make_space(dataset.shape, len(dataset.classes))
+    samples = [len(partition.indices(i, TRAIN)) for i in range(partition.clients + partition.new_clients)]
+    job, fleet = make_job(config, partition.names, samples, dataset.shape, len(dataset.classes))
+    method.check(job)
+    return Setup(config, method, dataset, partition, job, fleet)
+
+
+def make_job(
+    config: Config, names: Sequence[str], samples: Sequence[int], shape: tuple[int, int, int], classes: int
+) -> tuple[Job, fleets.Fleet]:
+    """The job of a config with clients of these names and numbers of training samples, and their devices."""
+    space = config.make_space(shape, classes)
     rules = config.make_fleet()
-    fleet = fleets.make(rules, partition.clients + partition.new_clients, config.seed)
+    fleet = fleets.make(rules, len(names), config.seed)
     largest, batch = space.cost(space.largest), config.local.batch
     seats = []
-    for i, device in enumerate(fleet):
-        name, samples = partition.names[i], len(partition.indices(i, TRAIN))
-        images = int(samples * config.local.epochs)
+    for i, (name, count, device) in enumerate(zip(names, samples, fleet, strict=True)):
+        images = int(count * config.local.epochs)
         profile = device.profile.sharing(config.participants) if rules.shared_link else device.profile
         if rules.hard:
             require_feasible(space, device.budget, name, batch, profile, images)
         budget = device.budget.absolute(largest, batch, profile, images)
-        seats.append(Seat(i, name, samples, profile, budget, rules.hard, space, batch, images))
-    job = Job(space, tuple(seats), partition.clients, config.participants, config.rounds, config.seed, config.local)
-    method.check(job)
-    return Setup(config, method, dataset, partition, job, fleet)
+        seats.append(Seat(i, name, count, profile, budget, rules.hard, space, batch, images))
+    seats = tuple(seats)
+    return Job(space, seats, config.clients, config.participants, config.rounds, config.seed, config.local), fleet
 
 
 def make_engine(
@@ -135,16 +182,21 @@ def start(
 ) -> Path:
     """Runs a config in a new folder; returns the folder."""
     chosen = choose_device(device)
+    require_free(out)
+    setup = prepare(config)
+    write_bytes(out / "config.toml", config.to_toml().encode())
+    setup.partition.save(out / "partition.npz")
+    write_facts(out, _facts(setup, chosen, command))
+    return _drive(setup, out, chosen, workers, watch or Watcher(), engine)
+
+
+def require_free(out: Path) -> None:
+    """Raises where a new run would meet something that is there already."""
     if out.is_file():
         raise UserError(f"{out} is a file. Choose a folder for --out.")
     if out.exists() and any(out.iterdir()):
         what = "holds another run" if (out / "run.json").exists() else "is not empty"
         raise UserError(f"{out} {what}. Continue it with 'fedtailor resume {out}', or choose another --out.")
-    setup = prepare(config)
-    write_bytes(out / "config.toml", config.to_toml().encode())
-    setup.partition.save(out / "partition.npz")
-    _write_facts(out, _facts(setup, chosen, command))
-    return _continue(setup, out, chosen, workers, watch or Watcher(), engine)
 
 
 def resume(
@@ -155,29 +207,43 @@ def resume(
     if facts["status"] == "done":
         (watch or Watcher()).say(f"{out} is finished already: nothing to resume.")
         return out
+    if facts.get("served"):
+        raise UserError(f"{out} is the run of a server. Continue it with 'fedtailor serve ... --out {out}'.")
     if not (out / "config.toml").is_file() or not (out / "partition.npz").is_file():
         raise UserError(f"{out} was stopped before its setup was saved. Delete the folder and start the run again.")
     setup = prepare(load_config(out / "config.toml"), out / "partition.npz")
-    return _continue(setup, out, choose_device(device), workers, watch or Watcher(), engine)
+    return _drive(setup, out, choose_device(device), workers, watch or Watcher(), engine)
 
 
-def _continue(setup: Setup, out: Path, device: torch.device, workers: int, watch: Watcher, engine: str) -> Path:
-    config, job = setup.config, setup.job
-    federation, test = setup.federation(device, workers, engine, watch.say)
+def _drive(setup: Setup, out: Path, device: torch.device, workers: int, watch: Watcher, engine: str) -> Path:
+    driver = LocalDriver(*setup.federation(device, workers, engine, watch.say))
+    return drive(driver, setup.config, setup.job, out, device, watch)
+
+
+def cadence(config: Config) -> tuple[int, int]:
+    """Rounds between evaluations on val, and between checkpoints."""
+    tenth = max(1, config.rounds // 10)
+    return config.evaluate_every or tenth, config.checkpoint_every or tenth
+
+
+def drive(driver: Driver, config: Config, job: Job, out: Path, device: torch.device, watch: Watcher) -> Path:
+    """Runs what is left of a run in its folder, to the end."""
     found = checkpoint.load(out / "checkpoints", job, device, watch.say)
-    state, log_bytes = found if found else (federation.begin(), None)
+    state, log_bytes = found if found else (driver.begin(), None)
     log = EventLog(out / "events.csv", log_bytes)
     facts = {**read_facts(out), "status": "running", "device": describe_device(device)}
-    facts["precision"] = federation.engine.precision
-    _write_facts(out, facts)
+    facts["precision"] = driver.precision
+    write_facts(out, facts)
     began, before = time.perf_counter(), float(facts["seconds"])
-    evaluate_every = config.evaluate_every or max(1, config.rounds // 10)
-    save_every = config.checkpoint_every or max(1, config.rounds // 10)
+    evaluate_every, save_every = cadence(config)
+
+    def due(number: int) -> bool:
+        return 0 < number < config.rounds and number % evaluate_every == 0
 
     def save(status: str) -> None:
         checkpoint.save(out / "checkpoints", state, log.flush())
         seconds = before + time.perf_counter() - began
-        _write_facts(out, {**facts, "status": status, "rounds_done": state.round, "seconds": seconds})
+        write_facts(out, {**facts, "status": status, "rounds_done": state.round, "seconds": seconds})
 
     watch.begin(f"{config.method['name']} on {config.data.name}", state.round, config.rounds)
     pending: list[Event] = []  # rows of the round in flight: they reach the log when it is whole
@@ -185,27 +251,26 @@ def _continue(setup: Setup, out: Path, device: torch.device, workers: int, watch
     try:
         if not found:
             save("running")
-        for _ in federation.rounds(state, pending.append):
-            if state.round % evaluate_every == 0 and state.round < config.rounds:
-                pending += evaluate(federation, state, None)[0]
+        for _ in driver.rounds(state, pending.append, due):
             watch.round(state.round, _progress(pending))
             _commit(log, pending)
             logged = state.round
             if state.round % save_every == 0 or state.round == config.rounds:
                 save("running")
-        events, kept = evaluate(federation, state, test)
+        events, kept = driver.finish(state)
         _commit(log, events)
-        _save_networks(out / "nets", setup, kept)
+        for net in kept:
+            write_value(out / "nets" / f"{net.client:06d}.safetensors", network_value(net, job.space))
         log.flush()
         seconds = before + time.perf_counter() - began
-        _write_facts(out, {**facts, "status": "done", "rounds_done": state.round, "seconds": seconds})
+        write_facts(out, {**facts, "status": "done", "rounds_done": state.round, "seconds": seconds})
     except KeyboardInterrupt:
         if state.round == logged and not pending:  # else the last checkpoint stands, and its rounds are run again
             save("stopped")
         raise
     finally:
         watch.end()
-        federation.engine.close()
+        driver.close()
         log.close()
     return out
 
@@ -225,18 +290,6 @@ def _progress(events: list[Event]) -> dict[str, float]:
         if value is not None:
             found[kind] = value
     return found
-
-
-def _save_networks(folder: Path, setup: Setup, kept: list[Kept]) -> None:
-    """One value file per client: its arch and weights, enough to build the network again.
-
-    A network that is no point of the run's space comes with the [net] table that builds it.
-    """
-    for net in kept:
-        value = {"space": net.space.name, "arch": list(net.arch), "weights": net.weights}
-        if net.space != setup.job.space:
-            value["net"] = {"name": net.space.name, **table_of(net.space, hidden=("input", "classes"))}
-        write_value(folder / f"{net.client:06d}.safetensors", value)
 
 
 def open_space(out: Path) -> Space:
@@ -261,7 +314,21 @@ def read_networks(out: Path, space: Space) -> dict[int, tuple[Space, Arch, Weigh
 
 
 def _facts(setup: Setup, device: torch.device, command: str) -> dict[str, Any]:
-    partition, dataset, space = setup.partition, setup.dataset, setup.job.space
+    partition, dataset = setup.partition, setup.dataset
+    return {
+        **common_facts(setup.method, setup.job, dataset.classes, device, command),
+        "data_hash": dataset.hash,
+        "partition_hash": partition.hash,
+        "new_clients": partition.new_clients,
+        "train_counts": partition.counts(dataset.labels, len(dataset.classes), TRAIN).tolist(),
+    }
+
+
+def common_facts(
+    method: Method, job: Job, classes: Sequence[str], device: torch.device, command: str
+) -> dict[str, Any]:
+    """What run.json says of every run, wherever its clients are."""
+    space = job.space
     return {
         "format": FORMAT,
         "fedtailor": __version__,
@@ -270,8 +337,6 @@ def _facts(setup: Setup, device: torch.device, command: str) -> dict[str, Any]:
         "numpy": np.__version__,
         "platform": platform.platform(),
         "device": describe_device(device),
-        "data_hash": dataset.hash,
-        "partition_hash": partition.hash,
         "status": "running",
         "rounds_done": 0,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -281,13 +346,11 @@ def _facts(setup: Setup, device: torch.device, command: str) -> dict[str, Any]:
             "largest": space.cost(space.largest).parameters,
         },
         "command": command or " ".join(["fedtailor", *sys.argv[1:]]),
-        "input": list(dataset.shape),
-        "classes": list(dataset.classes),
-        "client_names": list(partition.names),
-        "new_clients": partition.new_clients,
-        "train_counts": partition.counts(dataset.labels, len(dataset.classes), TRAIN).tolist(),
-        "method_paper": setup.method.paper,
-        "deviations": list(setup.method.deviations),
+        "input": list(space.input),
+        "classes": list(classes),
+        "client_names": [seat.name for seat in job.seats],
+        "method_paper": method.paper,
+        "deviations": list(method.deviations),
         "dimensions": [{"name": d.name, "options": list(d.options)} for d in space.dimensions],
     }
 
@@ -312,5 +375,5 @@ def read_facts(out: Path) -> dict[str, Any]:
     return facts
 
 
-def _write_facts(out: Path, facts: dict[str, Any]) -> None:
+def write_facts(out: Path, facts: dict[str, Any]) -> None:
     write_bytes(out / "run.json", json.dumps(facts, indent=1).encode())

@@ -1,0 +1,307 @@
+"""A client on its own machine: its data, its memory and its network on its own disk, and what it answers a server.
+
+Nothing here knows how messages travel. A request is read, checked and done with the code that is installed here; what
+goes back is what the method's reply holds, accuracies, and nothing else. What went wrong is told in full on this
+machine and in one word to the server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import __version__
+from ..config import Config
+from ..config import load as load_config
+from ..data import partition as partitions
+from ..data.dataset import Dataset
+from ..data.federation import Store, stores
+from ..data.partition import TEST, TRAIN, VAL, Partition
+from ..data.rules import split_of, split_sizes
+from ..data.sources import load as load_data
+from ..errors import UserError
+from ..evaluate import finish, network_value, scores
+from ..method import Job, Method, Seat
+from ..spaces.base import Space
+from ..values import Value, on_device, read_value, write_value
+from .client import Client
+from .local import LocalEngine
+from .wire import (
+    Evaluate,
+    Evaluated,
+    Parcel,
+    Refused,
+    Request,
+    Response,
+    Work,
+    Worked,
+    describe,
+    read_request,
+    unpack,
+)
+
+PROBLEMS = {
+    "request": "it did not accept the request",
+    "data": "its data cannot be used",
+    "memory": "its memory is lost",
+    "disk": "its disk cannot be written",
+    "work": "its work failed",
+}
+
+
+class Problem(Exception):
+    """Something that stops a client; the server learns the kind alone."""
+
+    def __init__(self, kind: str, error: Exception) -> None:
+        super().__init__(str(error))
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What a client needs for one run, ready."""
+
+    job: Job
+    seat: Seat
+    method: Method
+    learn: Store
+    test: Store
+
+
+class Site:
+    """One client's machine.
+
+    `data` names the client's own data, all of it; without it, the client takes its share of the run's data set, as the
+    run's partition deals it. `trust` lists method, space and net files of the client's own that a run may name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        data: str = "",
+        data_dir: str = "",
+        device: str = "cpu",
+        trust: Collection[str] = (),
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.name, self.folder, self.data, self.data_dir = name, folder, data, data_dir
+        self.trust, self.say = trust, say
+        self.engine = LocalEngine(torch.device(device), 1)
+        self._desks: dict[tuple[Any, ...], Desk] = {}  # of the latest run
+        self._sets: dict[str, Dataset] = {}
+
+    def answer(self, parcel: Parcel) -> Parcel:
+        """The response to a request, whatever happens."""
+        value: dict[str, Any] = {}
+        title = ""
+        try:
+            value = unpack(parcel)
+            request = read_request(value, self._space)
+            title = _title(request)
+            response = self._respond(request)
+        except (Problem, Refused) as error:
+            kind = error.kind if isinstance(error, Problem) else "request"
+            self.say(f"{title}{PROBLEMS[kind]}: {error}")
+            run, number = (str(value.get(key, "")) for key in ("run", "number"))
+            response = Response(run, number, self.name, problem=kind)
+        packed = response.pack()
+        self.say(f"{title}received {_size(parcel.size)}, sends {_size(packed.size)}: {describe(response)}")
+        return packed
+
+    def _respond(self, request: Request) -> Response:
+        config = self._config(request.config)
+        if request.seat is None:
+            return Response(request.run, request.number, self.name, about=self._about(config))
+        if request.seat.name != self.name:
+            raise Refused(f"it is for '{request.seat.name}', this is '{self.name}'")
+        desk = self._desk(config, request)
+        folder = self.folder / _folder_name(request.run)
+        evaluated = self._evaluate(desk, request.evaluate, folder) if request.evaluate else None
+        worked = self._work(desk, request.work, folder, request.keep) if request.work else None
+        return Response(request.run, request.number, self.name, {}, evaluated, worked)
+
+    # requests ---------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, desk: Desk, order: Evaluate, folder: Path) -> Evaluated:
+        memory = self._memory(folder, order.memory)
+        who = desk.seat.id
+        splits = {"val": desk.learn.split(who, VAL)} | ({"test": desk.test.split(who, TEST)} if order.last else {})
+        splits = {name: split for name, split in splits.items() if split.size}
+        keeper = self._client(desk, memory, order.round, keeping=True)
+        label = f"personal network after round {order.round}"
+        found, kept = self._run(label, finish(desk.method, order.offer, keeper, splits, order.last))
+        shared: dict[str, float] = {}
+        if order.shared is not None:
+            client = self._client(desk, memory, order.round)
+            model = desk.method.build(order.shared, client)
+            shared = self._run("the server's model", scores(client, model, splits))
+        if order.last:
+            self._write(folder / "network.safetensors", network_value(kept, desk.job.space))
+        # an arch that the client found for itself is its own business, and so is what it costs
+        known = order.last and kept.space == desk.job.space and kept.arch == order.offer.arch
+        return Evaluated(found, shared, dict(kept.facts) if known else {})
+
+    def _work(self, desk: Desk, order: Work, folder: Path, keep: int) -> Worked:
+        client = self._client(desk, self._memory(folder, order.memory), order.round)
+        method = desk.method.onboarding()[0] if order.joining else desk.method
+        reply = self._run(f"round {order.round}", method.work(order.task, client))
+        if client.memory:
+            for path in _memories(folder):
+                if int(path.stem.partition("-")[2]) > order.round:  # of rounds that the server has gone back behind
+                    path.unlink()
+            self._write(_memory_path(folder, order.round), client.memory)
+            for path in _memories(folder)[:-keep]:
+                path.unlink()
+        return Worked(reply, client.flops, bool(client.memory))
+
+    def _client(self, desk: Desk, memory: dict[str, Any], round: int, keeping: bool = False) -> Client:
+        train, val = (desk.learn.split(desk.seat.id, which) for which in (TRAIN, VAL))
+        return Client(desk.job, desk.seat, train, val, memory, round, self.engine, keeping)
+
+    def _run(self, label: str, work: Any) -> Any:
+        try:
+            return self.engine.run([(label, work)])[0]
+        except Exception as error:
+            raise Problem("work", error) from error
+
+    # memory -----------------------------------------------------------------------------------------------------
+
+    def _memory(self, folder: Path, round: int) -> dict[str, Any]:
+        """The memory as of the end of a round."""
+        if round == 0:
+            return {}
+        try:
+            return on_device(read_value(_memory_path(folder, round)), self.engine.device)
+        except UserError as error:
+            raise Problem("memory", error) from error
+
+    def _write(self, path: Path, value: Value) -> None:
+        try:
+            write_value(path, value)
+        except UserError as error:
+            raise Problem("disk", error) from error
+
+    # the run ----------------------------------------------------------------------------------------------------
+
+    def _config(self, text: str) -> Config:
+        """The run's configuration; code that is not installed here is run only if this client's owner said so."""
+        try:
+            table = tomllib.loads(text)
+            for kind in ("method", "space", "net"):  # before anything is looked up: that would run the code
+                name = _name_in(table.get(kind))
+                if (".py" in name or ":" in name) and name not in self.trust:
+                    raise UserError(f"the run names the code '{name}', which --trust does not list.")
+            return load_config(table)
+        except (tomllib.TOMLDecodeError, UserError) as error:
+            raise Problem("request", error) from error
+
+    def _space(self, text: str, shape: tuple[int, int, int], classes: int) -> Space:
+        return self._config(text).make_space(shape, classes)
+
+    def _dataset(self, config: Config) -> Dataset:
+        name = self.data or config.data.name
+        if name not in self._sets:
+            folder = self.data_dir or ("" if self.data else config.data.dir)
+            try:
+                self._sets = {name: load_data(name, Path(folder) if folder else None)}
+            except (UserError, OSError) as error:
+                raise Problem("data", error) from error
+        return self._sets[name]
+
+    def _share(self, config: Config, dataset: Dataset) -> tuple[int, Partition]:
+        """The client's place and part in the run's own partition."""
+        try:
+            partition = partitions.make(dataset, config.make_partition(), config.clients, config.seed)
+        except UserError as error:
+            raise Problem("data", error) from error
+        if self.name not in partition.names:
+            known = f"{partition.names[0]} to {partition.names[-1]}"
+            error = UserError(f"the run's partition has no client '{self.name}', only {known}. Name its data: --data.")
+            raise Problem("data", error)
+        return partition.names.index(self.name), partition
+
+    def _about(self, config: Config) -> dict[str, Value]:
+        dataset = self._dataset(config)
+        if self.data:
+            samples = len(dataset) - sum(split_sizes(len(dataset), config.make_partition()))
+        else:
+            place, partition = self._share(config, dataset)
+            samples = len(partition.indices(place, TRAIN))
+        if samples < 1:
+            raise Problem("data", UserError(f"{len(dataset)} images leave none to train on."))
+        versions = {"fedtailor": __version__, "torch": torch.__version__}
+        return {"samples": samples, "shape": list(dataset.shape), "classes": list(dataset.classes), **versions}
+
+    def _desk(self, config: Config, request: Request) -> Desk:
+        key = (request.run, request.config, request.classes, request.seat)
+        if key not in self._desks:
+            self._desks = {key: self._make_desk(config, request)}
+        return self._desks[key]
+
+    def _make_desk(self, config: Config, request: Request) -> Desk:
+        seat = request.seat
+        assert seat is not None
+        dataset = self._dataset(config)
+        if self.data:
+            own = _in_classes(dataset, request.classes)
+            split = split_of(seat.id, own.labels, len(request.classes), config.make_partition(), config.seed)
+            owner = np.full(len(own), seat.id, np.int32)
+            partition = Partition(owner, split, seat.id + 1, 0, "", {}, (self.name,))
+        else:
+            own = dataset
+            place, partition = self._share(config, dataset)
+            if place != seat.id:
+                raise Refused(f"it gives '{self.name}' place {seat.id}, the partition gives it {place}")
+            partition = dataclasses.replace(partition, owner=np.where(partition.owner == place, place, -1))
+        job = Job(seat.space, (seat,), config.clients, config.participants, config.rounds, config.seed, config.local)
+        learn, test = stores(own, partition, self.engine.device)
+        return Desk(job, seat, config.make_method(), learn, test)
+
+
+def _name_in(table: object) -> str:
+    """The name in a table of the config; a server's config has one of each kind, never a list of them."""
+    if table is not None and not isinstance(table, dict):
+        raise UserError("the run's configuration is not resolved.")
+    return str(table.get("name", "")) if table else ""
+
+
+def _in_classes(dataset: Dataset, classes: tuple[str, ...]) -> Dataset:
+    """The data with labels numbered as in the federation, where a client may lack some classes."""
+    missing = [c for c in dataset.classes if c not in classes]
+    if missing:
+        raise Problem("data", UserError(f"the run knows no class '{missing[0]}', only {', '.join(classes)}."))
+    places = np.array([classes.index(c) for c in dataset.classes])
+    return dataclasses.replace(dataset, labels=places[dataset.labels], classes=classes)
+
+
+def _title(request: Request) -> str:
+    if request.work:
+        return f"round {request.work.round}: "
+    return f"after round {request.evaluate.round}: " if request.evaluate else "hello: "
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count / 1e3:.1f} kB"
+
+
+def _folder_name(run: str) -> str:
+    if not re.fullmatch(r"[\w-]{1,80}", run):
+        raise Refused("its run has no proper name")
+    return run
+
+
+def _memory_path(folder: Path, round: int) -> Path:
+    return folder / f"memory-{round:06d}.safetensors"
+
+
+def _memories(folder: Path) -> list[Path]:
+    return sorted(folder.glob("memory-*.safetensors"))

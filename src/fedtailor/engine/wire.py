@@ -1,0 +1,391 @@
+"""What travels between a server and its clients, as bytes and back.
+
+A message is one flat array of bytes and a JSON layout that says which tensors lie in it, so that a network of hundreds
+of tensors costs one transfer. Nothing is pickled, and nothing that comes in is used before it is checked: `Refused`
+says what is wrong with it. This module knows no transport.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..fleet.budget import Budget
+from ..fleet.profile import Profile
+from ..method import Fact, Reply, Seat, Task
+from ..spaces.base import Space
+from ..values import Value, bytes_of, plain, restored, tensors_in
+
+FORMAT = 1
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+    )
+}
+ALIGN = 8  # bytes; tensors begin at multiples of it
+LAYOUT_LIMIT = 16 << 20  # bytes of JSON
+SMALL = 1 << 20  # bytes a client may send beside the tensors it was given
+SAMPLES_LIMIT = 10**8  # a client that claims more training images is not believed
+FACTS_LIMIT = 100
+TEXT_LIMIT = 1 << 16
+
+
+class Refused(Exception):
+    """A message that is not used, and why."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A message on its way."""
+
+    layout: str
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.layout) + len(self.data)
+
+
+def pack(value: Value) -> Parcel:
+    """The value's tensors end to end, and where each lies."""
+    tensors = {path: t.detach().cpu().contiguous() for path, t in tensors_in(value)}
+    pieces: list[Any] = []
+    for tensor in tensors.values():
+        raw = tensor.reshape(-1).view(torch.uint8).numpy().data
+        pieces += [raw, bytes(-len(raw) % ALIGN)]
+    shapes = {path: [str(t.dtype).removeprefix("torch."), *t.shape] for path, t in tensors.items()}
+    return Parcel(json.dumps({"format": FORMAT, "tree": plain(value), "tensors": shapes}), b"".join(pieces))
+
+
+def unpack(parcel: Parcel) -> Value:
+    """The value of a parcel. Its tensors share one piece of memory."""
+    if len(parcel.layout) > LAYOUT_LIMIT:
+        raise Refused(f"its layout has {len(parcel.layout)} bytes, more than {LAYOUT_LIMIT}")
+    try:
+        layout = json.loads(parcel.layout)
+        if layout["format"] != FORMAT:
+            raise Refused(f"it is of message format {layout['format']!r}, not {FORMAT}")
+        return restored(layout["tree"], _tensors(layout["tensors"], parcel.data))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+        raise Refused(f"it is no message of this package ({type(error).__name__})") from error
+
+
+def _tensors(shapes: dict[str, list[Any]], data: bytes) -> dict[str, Tensor]:
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    found: dict[str, Tensor] = {}
+    at = 0
+    for path, (name, *shape) in shapes.items():
+        if name not in DTYPES:
+            raise Refused(f"'{path}' has the unknown type {name!r}")
+        if not all(type(n) is int and n >= 0 for n in shape):
+            raise Refused(f"'{path}' has the impossible shape {shape}")
+        dtype = DTYPES[name]
+        size = math.prod(shape) * dtype.itemsize
+        if size > len(data) - at:
+            raise Refused(f"'{path}' reaches beyond the message's end")
+        raw = flat[at : at + size]
+        if dtype == torch.bool and size and int(raw.max()) > 1:
+            raise Refused(f"'{path}' holds bytes that are neither true nor false")
+        found[path] = raw.view(dtype).reshape(shape)
+        at += size + -size % ALIGN
+    if at != len(data):
+        raise Refused(f"it holds {len(data)} bytes, its layout describes {at}")
+    return found
+
+
+# what a server asks for ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """The client's half of a round."""
+
+    round: int
+    task: Task
+    memory: int  # the round after which the memory to begin with was written; 0: none
+    joining: bool = False  # a client that never trained joins, as the method says
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """The personal network as of a round, made, scored and, when it is the last time, kept at the client."""
+
+    round: int
+    offer: Task
+    memory: int
+    shared: Task | None = None  # the server's model, to be scored too
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything the server wants of a client at once. Without a seat it only asks who is there."""
+
+    run: str  # names the run's folder at the client
+    number: str  # never used twice
+    config: str  # TOML
+    classes: tuple[str, ...] = ()
+    seat: Seat | None = None
+    keep: int = 1  # how many versions of its memory the server may still come back to
+    evaluate: Evaluate | None = None
+    work: Work | None = None
+
+    def pack(self) -> Parcel:
+        return pack(
+            {
+                "run": self.run,
+                "number": self.number,
+                "config": self.config,
+                "classes": list(self.classes),
+                "seat": self.seat and _seat_value(self.seat),
+                "keep": self.keep,
+                "evaluate": self.evaluate
+                and {
+                    "round": self.evaluate.round,
+                    "offer": _task_value(self.evaluate.offer),
+                    "memory": self.evaluate.memory,
+                    "shared": self.evaluate.shared and _task_value(self.evaluate.shared),
+                    "last": self.evaluate.last,
+                },
+                "work": self.work
+                and {
+                    "round": self.work.round,
+                    "task": _task_value(self.work.task),
+                    "memory": self.work.memory,
+                    "joining": self.work.joining,
+                },
+            }
+        )
+
+
+def read_request(value: Value, space_of: Callable[[str, tuple[int, int, int], int], Space]) -> Request:
+    """A request as a client reads it; `space_of(config, shape, classes)` makes the space of its seat."""
+    try:
+        evaluate, work, seat = value["evaluate"], value["work"], value["seat"]
+        return Request(
+            str(value["run"]),
+            str(value["number"]),
+            str(value["config"]),
+            tuple(value["classes"]),
+            _seat_of(seat, space_of(value["config"], tuple(seat["input"]), len(value["classes"]))) if seat else None,
+            int(value["keep"]),
+            evaluate
+            and Evaluate(
+                int(evaluate["round"]),
+                _task_of(evaluate["offer"]),
+                int(evaluate["memory"]),
+                evaluate["shared"] and _task_of(evaluate["shared"]),
+                bool(evaluate["last"]),
+            ),
+            work and Work(int(work["round"]), _task_of(work["task"]), int(work["memory"]), bool(work["joining"])),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(f"it is no request of this package ({type(error).__name__}: {error})") from error
+
+
+def _seat_value(seat: Seat) -> Value:
+    return {
+        **{name: getattr(seat, name) for name in ("id", "name", "samples", "hard", "batch", "images")},
+        "profile": asdict(seat.profile),
+        "budget": seat.budget.limits,
+        "input": list(seat.space.input),
+    }
+
+
+def _seat_of(value: Value, space: Space) -> Seat:
+    profile, budget = Profile(**value["profile"]), Budget(**value["budget"])
+    return Seat(
+        int(value["id"]),
+        str(value["name"]),
+        int(value["samples"]),
+        profile,
+        budget,
+        bool(value["hard"]),
+        space,
+        int(value["batch"]),
+        int(value["images"]),
+    )
+
+
+def _task_value(task: Task | Reply) -> Value:
+    return {"weights": _listed(task.weights), "arch": task.arch, "extra": _listed(task.extra), "facts": task.facts}
+
+
+def _task_of(value: Value) -> Task:
+    return Task(_named(value["weights"]), value["arch"], _named(value["extra"]), value["facts"])
+
+
+def _listed(tensors: dict[str, Tensor]) -> Value:
+    return {"names": list(tensors), "tensors": list(tensors.values())}  # names of tensors may hold what keys may not
+
+
+def _named(value: Value) -> dict[str, Tensor]:
+    return dict(zip(value["names"], value["tensors"], strict=True))
+
+
+# what a client answers ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Worked:
+    reply: Reply
+    flops: int
+    remembers: bool  # whether there is a memory of this round at the client
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    personal: dict[str, float]  # accuracies by split
+    shared: dict[str, float]
+    facts: dict[str, Fact]  # what the network is, where the server knows its arch anyway
+
+
+@dataclass(frozen=True)
+class Response:
+    """Everything a client sends at once."""
+
+    run: str
+    number: str  # of the request
+    client: str
+    about: dict[str, Value] = field(default_factory=dict)  # who is there: samples, shape, classes, versions
+    evaluated: Evaluated | None = None
+    worked: Worked | None = None
+    problem: str = ""  # why there is no more: a sentence without anything of the client's own
+
+    def pack(self) -> Parcel:
+        return pack(
+            {
+                "run": self.run,
+                "number": self.number,
+                "client": self.client,
+                "about": self.about,
+                "evaluated": self.evaluated and asdict(self.evaluated),
+                "worked": self.worked
+                and {
+                    "reply": _task_value(self.worked.reply),
+                    "flops": self.worked.flops,
+                    "remembers": self.worked.remembers,
+                },
+                "problem": self.problem,
+            }
+        )
+
+
+def read_response(parcel: Parcel, request: Request, client: str) -> Response:
+    """A response as the server reads it: to this very request, by this client, of sound shape, every number finite."""
+    task = request.work.task if request.work else None
+    limit = (2 * bytes_of([task.weights, task.extra]) if task else 0) + SMALL
+    if len(parcel.data) > limit:
+        raise Refused(f"it has {len(parcel.data)} bytes, more than the {limit} that were to be expected")
+    value = unpack(parcel)
+    try:
+        if (value["run"], value["number"]) != (request.run, request.number):
+            raise Refused("it answers another request than the one that was sent: replayed, or of another run")
+        if value["client"] != client:
+            raise Refused(f"it says it comes from '{str(value['client'])[:80]}'")
+        worked, evaluated = value["worked"], value["evaluated"]
+        if worked and task is None:
+            raise Refused("it holds work that nobody asked for")
+        if evaluated and request.evaluate is None:
+            raise Refused("it holds scores that nobody asked for")
+        return Response(
+            request.run,
+            request.number,
+            client,
+            _facts(value["about"], TEXT_LIMIT) if request.seat is None else {},
+            evaluated and _evaluated(evaluated),
+            worked and _worked(worked, task, request.seat),  # type: ignore[arg-type]
+            str(value["problem"])[:500],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
+        raise Refused(f"it is no response of this package ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _evaluated(value: Value) -> Evaluated:
+    for scores in (value["personal"], value["shared"]):
+        for split, accuracy in scores.items():
+            if split not in ("val", "test") or type(accuracy) is not float or not 0 <= accuracy <= 1:
+                raise Refused(f"'{str(split)[:40]}' = {str(accuracy)[:40]} is no accuracy")
+    return Evaluated(dict(value["personal"]), dict(value["shared"]), _facts(value["facts"], TEXT_LIMIT))
+
+
+def _worked(value: Value, task: Task, seat: Seat) -> Worked:
+    said = value["reply"]
+    reply = Reply(_named(said["weights"]), said["arch"], _named(said["extra"]), _facts(said["facts"], TEXT_LIMIT))
+    check_reply(reply, task, seat.space)
+    flops = value["flops"]
+    if type(flops) is not int or not 0 <= flops < 1 << 62:
+        raise Refused(f"{str(flops)[:40]} is no number of operations")
+    return Worked(reply, flops, bool(value["remembers"]))
+
+
+def check_reply(reply: Reply, task: Task, space: Space) -> None:
+    """Raises unless a reply holds nothing but what its task allows: entries that were sent, and a little beside."""
+    given = task.weights
+    if reply.arch not in ((), task.arch):
+        if task.arch:
+            raise Refused(f"it is for arch {str(reply.arch)[:200]}, the client was given {task.arch}")
+        if not isinstance(reply.arch, tuple) or not all(type(i) is int for i in reply.arch):
+            raise Refused("its arch is no list of whole numbers")
+        space.check(reply.arch)  # the client chose its own part of what it was given
+        index = space.index(reply.arch)
+        given = {n: t[index[n]] for n, t in given.items() if n in index}
+    _check_tensors(reply.weights, given, "weights")
+    beside = {n: t for n, t in reply.extra.items() if n not in task.extra}
+    _check_tensors({n: t for n, t in reply.extra.items() if n in task.extra}, task.extra, "extra")
+    if bytes_of(beside) > SMALL:
+        raise Refused(f"it holds {bytes_of(beside)} bytes that the client was not given, more than {SMALL}")
+    for name, tensor in (reply.weights | reply.extra).items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise Refused(f"'{name}' holds numbers that are infinite or none at all (NaN)")
+    accuracy = reply.facts.get("accuracy", 0.0)
+    if not isinstance(accuracy, int | float) or not 0 <= accuracy <= 1:
+        raise Refused(f"accuracy = {str(accuracy)[:40]} is no accuracy")
+
+
+def _check_tensors(found: dict[str, Tensor], given: dict[str, Tensor], what: str) -> None:
+    for name, tensor in found.items():
+        if name not in given:
+            raise Refused(f"{what}: the client was not given '{str(name)[:80]}'")
+        if tensor.shape != given[name].shape or tensor.dtype != given[name].dtype:
+            was, now = (f"{t.dtype} {tuple(t.shape)}" for t in (given[name], tensor))
+            raise Refused(f"{what}: '{name}' was {was} and came back as {now}")
+
+
+def _facts(value: Value, text: int) -> dict[str, Any]:
+    """Small facts: finite numbers, short texts and lists of them."""
+    if len(value) > FACTS_LIMIT:
+        raise Refused(f"it states {len(value)} facts, more than {FACTS_LIMIT}")
+    for name, fact in value.items():
+        for item in fact if isinstance(fact, list) else (fact,):
+            if isinstance(item, str):
+                if len(item) > text:
+                    raise Refused(f"the fact '{name[:40]}' is a text of {len(item)} letters")
+            elif not isinstance(item, int | float) or not math.isfinite(item) or abs(item) > 1e300:
+                raise Refused(f"the fact '{name[:40]}' = {str(item)[:40]} is no number")
+    return dict(value)
+
+
+def describe(response: Response) -> str:
+    """In words, what a client is about to send."""
+    parts = []
+    if response.evaluated:
+        parts.append("accuracy of its personal network" + (" and what it is" if response.evaluated.facts else ""))
+        parts += ["accuracy of the server's model"] if response.evaluated.shared else []
+    if response.worked:
+        reply = response.worked.reply
+        parts += [f"{len(reply.weights)} tensors of weights"] if reply.weights else []
+        parts += ["the arch it was given or chose"] if reply.arch else []
+        parts += [f"'{name}'" for name in reply.extra] + [str(name) for name in reply.facts]
+    if response.about:
+        parts += [str(name) for name in response.about]
+    return ", ".join(parts) or response.problem

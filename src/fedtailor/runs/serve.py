@@ -1,0 +1,75 @@
+"""A run whose clients are elsewhere: the same folder, events, checkpoints and report as a run on this machine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..config import Config
+from ..config import load as load_config
+from ..engine.remote import Crowd, Post, RemoteFederation, Waiting, common_classes, roster
+from ..errors import UserError
+from ..method import Job
+from ..values import write_bytes
+from .execute import Watcher, cadence, common_facts, drive, make_job, read_facts, require_free, write_facts
+
+
+def serve(
+    config: Config,
+    out: Path,
+    post: Post,
+    names: Sequence[str] = (),
+    start_with: int = 0,
+    waiting: Waiting = Waiting(),  # noqa: B008
+    watch: Watcher | None = None,
+    command: str = "",
+) -> Path:
+    """Runs a config with the clients that a post reaches; goes on where the folder holds a run that is not finished.
+
+    `names` are the clients that have keys; without them, the first ones that come take part. The run begins when all
+    of them, or `start_with`, are there.
+    """
+    watch = watch or Watcher()
+    old = read_facts(out) if (out / "run.json").exists() else None
+    if old and not old.get("served"):
+        raise UserError(f"{out} is a run of this machine. Continue it with 'fedtailor resume {out}'.")
+    if old and old["status"] == "done":
+        watch.say(f"{out} is finished already: nothing to serve.")
+        return out
+    if old:
+        config = load_config(out / "config.toml")
+    else:
+        require_free(out)
+    method = config.make_method()
+    run = old["served"] if old else f"{config.method['name']}-{secrets.token_hex(6)}".replace(".", "-")
+    crowd = Crowd(post, run, config.to_toml(), watch.say, watch.clients)
+    if old:
+        crowd.expected = tuple(old["client_names"])
+        crowd.gather(min(start_with or len(crowd.expected), len(crowd.expected)))
+        classes, shape = tuple(old["classes"]), tuple(old["input"])
+    else:
+        roster(crowd, names, config.clients, config.make_partition().new_clients, start_with)
+        classes = common_classes(crowd)
+        shape = tuple(next(iter(crowd.members.values())).about["shape"])
+    known = dict(zip(crowd.expected, old["samples"], strict=True)) if old else {}
+
+    def job_for(samples: Sequence[int]) -> Job:
+        return make_job(config, crowd.expected, samples, shape, len(classes))[0]
+
+    here = {name: member.about["samples"] for name, member in crowd.members.items()}
+    samples = [here.get(name, known.get(name, 0)) for name in crowd.expected]
+    job, fleet = make_job(config, crowd.expected, samples, shape, len(classes))
+    method.check(job)
+    device = torch.device("cpu")  # merging is light, and clients bring their own
+    if not old:
+        write_bytes(out / "config.toml", config.to_toml().encode())
+        facts = common_facts(method, job, classes, device, command)
+        new = config.make_partition().new_clients
+        write_facts(out, {**facts, "served": run, "samples": samples, "new_clients": new})
+    keep = 2 * cadence(config)[1] + 1  # versions of memories back to the older of two checkpoints
+    rules = config.make_fleet()
+    federation = RemoteFederation(job, method, fleet, rules, crowd, classes, waiting, keep, job_for)
+    return drive(federation, config, job, out, device, watch)

@@ -1,0 +1,296 @@
+"""Over Flower, with TLS and keys, clients and SuperLink as processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import time
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedtailor import values
+from fedtailor.certificates import make_certificates, node_folder, node_keys, server_folder
+from fedtailor.engine.wire import Parcel, unpack
+from fedtailor.errors import UserError
+from fedtailor.runs.execute import start
+from fedtailor.runs.serve import serve
+from test_remote import FEW, NAMES, config_of, require_same
+
+pytest.importorskip("flwr")
+
+from fedtailor.engine.flower.__main__ import LocalOnly
+from fedtailor.engine.flower.apps import GridPost, to_content, to_parcel
+from fedtailor.engine.flower.link import SuperLink
+from fedtailor.engine.flower.loopback import Loopback
+
+TWO = NAMES[:2]
+CONFIGS = {
+    "fedrep": {"clients": 2, "local__epochs": 1.0},
+    "perfedrlnas": {"clients": 2},
+    # two steps at least: after one, the shared and the personal weights are still the same numbers
+    "spider": {**FEW, "participants": 2, "local__epochs": 0.7, "local__bn": "recalibrate"},
+}
+
+
+class Recorder(GridPost):
+    """A post that remembers what came in."""
+
+    def __init__(self, grid: Any, names: Mapping[int, str]) -> None:
+        super().__init__(grid, names)
+        self.out: list[Parcel] = []
+        self.came: list[Parcel] = []
+
+    def send(self, parcels: Mapping[int, Parcel]) -> Mapping[int, str]:
+        self.out += parcels.values()
+        return super().send(parcels)
+
+    def receive(self, ids: Collection[str]) -> Sequence[tuple[str, Parcel | str]]:
+        found = super().receive(ids)
+        self.came += [content for _, content in found if isinstance(content, Parcel)]
+        return found
+
+
+def test_three_methods_give_the_same_numbers_over_flower(tmp_path: Path) -> None:
+    configs = {method: config_of(method, **changes) for method, changes in CONFIGS.items()}
+    federation = Loopback(tmp_path / "fl", TWO)
+    keys = server_folder(federation.keys)
+    link = SuperLink("127.0.0.1", federation.port, keys, tmp_path / "link", print)
+    posts: dict[str, Recorder] = {}
+    try:
+        federation.join_all()
+        link.start()
+        names = link.register(node_keys(keys))
+        assert sorted(names.values()) == list(TWO)
+        for method, config in configs.items():
+            with link.run() as grid:
+                posts[method] = Recorder(grid, names)
+                serve(config, tmp_path / method, posts[method], TWO)
+    finally:
+        federation.close()
+        link.close()
+    for method, config in configs.items():
+        local = start(config, tmp_path / f"{method}-local", "cpu", 1)
+        sites = tmp_path / "sites" / method
+        sites.mkdir(parents=True)
+        for name in TWO:
+            (run,) = (federation.sites / name).glob(f"{method}-*")
+            (sites / name).mkdir()
+            run.rename(sites / name / run.name)
+        require_same(tmp_path / method, local, sites, TWO)
+    require_no_secrets(posts["spider"], tmp_path / "sites" / "spider")
+    assert "sends" in federation.log(TWO[0])
+
+
+def require_no_secrets(post: Recorder, sites: Path) -> None:
+    """What came in from SPIDER's clients: shared weights, losses and scores; no arch, no weights of theirs, no BN."""
+    sent = {value["number"]: value for value in map(unpack, post.out)}
+    mine = [
+        tensor.numpy().tobytes()
+        for path in sites.glob("*/*/memory-*.safetensors")
+        for tensor in values.read_value(path)["v"].values()
+    ]
+    assert mine
+    worked = 0
+    for parcel in post.came:
+        value = unpack(parcel)
+        if value["evaluated"]:
+            assert value["evaluated"]["facts"] == {}
+            assert value["evaluated"].keys() == {"personal", "shared", "facts"}
+        if not value["worked"]:
+            continue
+        worked += 1
+        reply, task = value["worked"]["reply"], sent[value["number"]]["work"]["task"]
+        assert reply["arch"] == ()
+        assert reply["facts"].keys() == {"loss"}
+        assert reply["extra"]["names"] == []
+        assert set(reply["weights"]["names"]) <= set(task["weights"]["names"])
+        assert not any("running" in name for name in reply["weights"]["names"])
+        assert not any(raw in parcel.data for raw in mine if len(raw) >= 64 and raw.strip(b"\0"))
+    assert worked == 4
+
+
+def test_a_parcel_is_one_array_of_a_record() -> None:
+    parcel = Parcel('{"layout": 1}', bytes(range(256)) * 10)
+    content = to_content(parcel)
+    assert len(content.array_records["data"]) == 1
+    assert to_parcel(content) == parcel
+    content.array_records["data"]["data"].stype = "numpy.ndarray"
+    assert to_parcel(content) == Parcel("", b"")
+
+
+def test_other_machines_reach_only_what_nodes_need() -> None:
+    def call(client: str, path: str) -> int:
+        status: list[int] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200})
+
+        async def send(message: dict[str, Any]) -> None:
+            status.append(message.get("status", 0))
+
+        scope = {"type": "http", "client": (client, 1), "path": path}
+        asyncio.run(LocalOnly(app)(scope, None, send))
+        return status[0]
+
+    assert call("10.0.0.7", "/v1/fleet/pull-messages") == 200
+    assert call("127.0.0.1", "/v1/control/start-run") == 200
+    assert call("10.0.0.7", "/v1/control/register-node") == 404
+    assert call("10.0.0.7", "/v1/runtime/acquire-task") == 404
+    assert call("10.0.0.7", "/docs") == 404
+
+
+def test_certificates(tmp_path: Path) -> None:
+    from cryptography import x509
+
+    assert make_certificates(tmp_path, ["fl.example.org", "10.1.2.3"], ["ash", "birch"]) == [
+        *("authority", "server", "ash", "birch")
+    ]
+    for key in (tmp_path / "authority" / "ca.key", tmp_path / "server" / "server.key", tmp_path / "ash" / "node.key"):
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    ca = x509.load_pem_x509_certificate((tmp_path / "ash" / "ca.crt").read_bytes())
+    server = x509.load_pem_x509_certificate((tmp_path / "server" / "server.crt").read_bytes())
+    server.verify_directly_issued_by(ca)
+    known = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert known.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]
+    assert "10.1.2.3" in map(str, known.get_values_for_type(x509.IPAddress))
+    assert 800 < (server.not_valid_after_utc - datetime.now(UTC)).days < 830
+    before = (tmp_path / "ash" / "node.key").read_bytes()
+    assert make_certificates(tmp_path, [], ["ash", "cedar"]) == ["cedar"]
+    assert (tmp_path / "ash" / "node.key").read_bytes() == before
+    assert list(node_keys(tmp_path / "server")) == ["ash", "birch", "cedar"]
+    assert node_folder(tmp_path, "ash") == node_folder(tmp_path / "ash", "ash")
+    with pytest.raises(UserError, match="no name for a node"):
+        make_certificates(tmp_path, [], ["../evil"])
+    with pytest.raises(UserError, match=r"no server\.crt"):
+        server_folder(tmp_path / "ash")
+
+
+def test_no_protection_must_be_asked_for(tmp_path: Path) -> None:
+    from fedtailor.cli.main import app
+
+    for words in (["serve", "demo"], ["join", "127.0.0.1:8000", "--name", "ash"]):
+        result = CliRunner().invoke(app, words)
+        assert isinstance(result.exception, UserError)
+        assert "--insecure" in str(result.exception)
+
+
+# faults, with real processes; `make test-flower` runs them -----------------------------------------------------------
+
+
+def served(federation: Loopback, out: Path, *options: str, rounds: int = 6) -> None:
+    changes = {"method.name": "ditto", "clients": 3, "participants": 3, "rounds": rounds, "checkpoint_every": 2}
+    changes |= {"evaluate_every": 2, "partition.name": "iid", "partition.samples": 60, "local.epochs": 1}
+    federation.serve("demo", out, [f"{k}={v}" for k, v in changes.items()], options)
+
+
+def losses(folder: Path, client: int) -> list[int]:
+    """The rounds in which a client's reply was used."""
+    table = [row.split(",") for row in (folder / "events.csv").read_text().splitlines()]
+    return [int(row[0]) for row in table if row[1] == str(client) and row[3] == "loss"]
+
+
+@pytest.mark.flower
+def test_a_node_is_killed_and_returns(tmp_path: Path) -> None:
+    """And one that is paused beyond the deadline, and one whose key nobody knows."""
+    federation, out = Loopback(tmp_path / "fl", NAMES[:3]), tmp_path / "run"
+    try:
+        federation.join_all()
+        served(federation, out, "--deadline", "10", "--quorum", "1", rounds=24)
+        federation.until("server", "round 2/24")
+        federation.kill("client-000")
+        federation.until("server", "round 4/24")
+        federation.join("client-000")
+        stranger = Loopback(tmp_path / "strange", ["client-009"], port=federation.port)
+        (stranger.keys / "client-009" / "ca.crt").write_bytes((federation.keys / "client-000" / "ca.crt").read_bytes())
+        stranger.join("client-009")
+        stranger.until("client-009", "does not let this node in")
+        stranger.close()
+        pause(federation, "client-001", 14)
+        federation.wait(400)
+    finally:
+        federation.close()
+    log = federation.log("server")
+    assert "late: " in log
+    assert "client-000 is lost" in log
+    assert "client-000 is back" in log
+    assert "client-009" not in log
+    first = losses(out, 0)
+    assert first[:2] == [1, 2]
+    assert first[-1] == 24
+    assert len(first) < 24
+    assert losses(out, 2) == list(range(1, 25))
+    assert (federation.sites / "client-000" / next_run(federation) / "network.safetensors").exists()
+
+
+def pause(federation: Loopback, who: str, seconds: float) -> None:
+    import signal
+
+    federation.kill(who, signal.SIGSTOP)
+    time.sleep(seconds)
+    federation.kill(who, signal.SIGCONT)
+
+
+def next_run(federation: Loopback) -> str:
+    return next((federation.sites / "client-000").glob("ditto-*")).name
+
+
+@pytest.mark.flower
+def test_server_and_superlink_are_killed_and_go_on_to_the_same_result(tmp_path: Path) -> None:
+    federation, out = Loopback(tmp_path / "fl", NAMES[:3]), tmp_path / "run"
+    try:
+        federation.join_all()
+        served(federation, out)
+        federation.until("server", "round 3/6")
+        federation.kill("server")
+        served(federation, out)
+        federation.wait(300)
+    finally:
+        federation.close()
+    from fedtailor.config import load
+
+    local = start(load(out / "config.toml"), tmp_path / "local", "cpu", 1)
+    require_same(out, local, federation.sites, NAMES[:3])
+
+
+@pytest.mark.flower
+def test_a_full_disk_and_a_broken_folder_at_clients(tmp_path: Path) -> None:
+    """client-001 has a disk of 60 kB, client-002 an image that is none; client-000 finishes alone."""
+    import numpy as np
+    from PIL import Image
+
+    federation, out = Loopback(tmp_path / "fl", NAMES[:3]), tmp_path / "run"
+    for name in NAMES[:3]:
+        for label in ("a", "b"):
+            (tmp_path / name / label).mkdir(parents=True)
+            for i in range(10):
+                pixels = np.full((8, 8), 20 * i + 5, np.uint8)
+                Image.fromarray(pixels).save(tmp_path / name / label / f"{i}.png")
+    (tmp_path / "client-002" / "a" / "0.png").write_bytes(b"broken")
+    try:
+        for name in NAMES[:3]:
+            options = ["--data", f"folder:{tmp_path / name}"]
+            federation.join(name, *options)
+        limit(federation.processes["client-001"].pid, 20_000)
+        served(federation, out, "--start-with", "2", rounds=2)
+        federation.wait(200)
+    finally:
+        federation.close()
+    log = federation.log("server")
+    assert "client-002 has a problem: its data cannot be used" in log
+    assert "0.png" not in log
+    assert "0.png" in federation.log("client-002")
+    assert "client-001 has a problem: its disk cannot be written" in log
+    assert losses(out, 0) == [1, 2]
+    assert losses(out, 1) == []
+
+
+def limit(process: int, size: int) -> None:
+    """No file of the process may grow beyond a size: to it, the disk is full there."""
+    import resource
+
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (size, size))

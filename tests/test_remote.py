@@ -1,0 +1,391 @@
+"""A server and its clients behind messages, without a network: the same numbers as on one machine, and faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedtailor import values
+from fedtailor.config import Config
+from fedtailor.engine import remote
+from fedtailor.engine.remote import Waiting
+from fedtailor.engine.site import Site
+from fedtailor.engine.wire import Parcel, pack, unpack
+from fedtailor.errors import UserError
+from fedtailor.registry import names
+from fedtailor.report.html import write_report
+from fedtailor.runs.execute import Watcher, resume, start
+from fedtailor.runs.serve import serve
+from grid import MemoryPost
+from tools import rows, small_config
+
+NAMES = tuple(f"client-{i:03d}" for i in range(4))
+PRIVATE = ("personal_arch", "personal_parameters", "personal_flops", "new_arch", "new_parameters", "new_flops")
+REAL = ("perfedrlnas", "spider", "fedrep")  # test_flower.py runs them over a network
+FEW = {"clients": 2, "participants": 1, "evaluate_every": 2, "local__batch": 4, "partition__samples": 20}
+CELLS = ("direct-fednas", "fednas", "fednas-personal", "global-perturbation")  # they search among cells
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "POLL", 0.001)
+    monkeypatch.setattr(remote, "LOOK", 0.0)
+    monkeypatch.setattr(remote, "AGAIN", 0.01)
+
+
+class Listener(Watcher):
+    """Remembers what a server says; may break off when a round ends."""
+
+    def __init__(self, at: int = 0, do: Callable[[], None] | None = None) -> None:
+        self.at, self.do, self.said = at, do, ""
+        self.states: list[dict[str, str]] = []
+
+    def say(self, text: str) -> None:
+        self.said += text + "\n"
+
+    def round(self, number: int, facts: dict[str, float]) -> None:
+        if number == self.at and self.do:
+            self.do()
+
+    def clients(self, states: dict[str, str]) -> None:
+        self.states.append(states)
+
+
+def crash() -> None:
+    raise RuntimeError("power cut")
+
+
+def config_of(method: str, **changes: object) -> Config:
+    return small_config(method, **{"rounds": 2, "evaluate_every": 1, "local__epochs": 0.2, **changes})
+
+
+def public(folder: Path) -> list[str]:
+    """The rows that are the same wherever clients are: not what only a client knows of its own network."""
+    return [row for row in rows(folder) if row.split(",")[3] not in PRIVATE]
+
+
+def state_of(folder: Path) -> bytes:
+    """The server's last state."""
+    return sorted((folder / "checkpoints").glob("server-*.safetensors"))[-1].read_bytes()
+
+
+def network_of(sites: Path, name: str) -> bytes:
+    return next(sites.glob(f"{name}/*/network.safetensors")).read_bytes()
+
+
+def require_same(served: Path, local: Path, sites: Path, clients: tuple[str, ...] = NAMES) -> None:
+    assert public(served) == public(local)
+    assert state_of(served) == state_of(local)
+    for i, name in enumerate(clients):
+        assert network_of(sites, name) == (local / "nets" / f"{i:06d}.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("method", [m for m in names("method") if m not in REAL])
+def test_every_method_gives_the_same_numbers_over_messages(method: str, tmp_path: Path) -> None:
+    config = config_of(method, **(FEW if method in CELLS else {}))
+    clients = NAMES[: config.clients]
+    local = start(config, tmp_path / "local", "cpu", 1)
+    served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", clients), clients)
+    require_same(served, local, tmp_path / "sites", clients)
+
+
+def test_held_out_clients_join_over_messages(tmp_path: Path) -> None:
+    config = config_of("perfedrlnas", partition__new_clients=2, partition__samples=40)
+    clients = tuple(f"client-{i:03d}" for i in range(6))
+    local = start(config, tmp_path / "local", "cpu", 1)
+    served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", clients), clients)
+    require_same(served, local, tmp_path / "sites", clients)
+    assert len([r for r in rows(served) if ",test,new_accuracy," in r]) == 2
+
+
+def test_one_message_per_client_and_round(tmp_path: Path) -> None:
+    post = MemoryPost(tmp_path / "sites", NAMES)
+    serve(config_of("fedrep", participants=4), tmp_path / "served", post, NAMES)
+    assert [name for name, _, _ in post.sent] == list(NAMES) * 4  # hello, two rounds, the end
+
+
+def test_the_run_folder_is_like_any_other(tmp_path: Path) -> None:
+    listener = Listener()
+    folder = serve(config_of("fedrep"), tmp_path / "run", MemoryPost(tmp_path / "s", NAMES), NAMES, watch=listener)
+    assert write_report(folder).stat().st_size > 10_000
+    assert listener.states[-1] == dict.fromkeys(NAMES, "ready")
+    (folder / "run.json").write_text((folder / "run.json").read_text().replace('"done"', '"stopped"'))
+    with pytest.raises(UserError, match="run of a server"):
+        resume(folder, "cpu", 1)
+
+
+# faults -------------------------------------------------------------------------------------------------------------
+
+
+def changed(change: Callable[[dict[str, Any]], None]) -> Callable[[str, Parcel, Parcel], Parcel]:
+    """A twist that alters client-001's reply."""
+
+    def twist(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if name != "client-001" or not value["worked"]:
+            return response
+        change(value)
+        return pack(value)
+
+    return twist
+
+
+def _nan(value: dict[str, Any]) -> None:
+    value["worked"]["reply"]["weights"]["tensors"][0].fill_(float("nan"))
+
+
+def _rename(value: dict[str, Any]) -> None:
+    value["worked"]["reply"]["weights"]["names"][0] = "nobody.weight"
+
+
+def _other_method(value: dict[str, Any]) -> None:
+    value["worked"]["reply"]["facts"] = {"accuracy": 7}
+
+
+def _replay(value: dict[str, Any]) -> None:
+    value["number"] = "0" * 16
+
+
+def _impersonate(value: dict[str, Any]) -> None:
+    value["client"] = "client-000"
+
+
+@pytest.mark.parametrize("attack", [_nan, _rename, _other_method, _replay, _impersonate])
+def test_a_hostile_reply_is_named_and_nothing_of_it_is_merged(attack: Any, tmp_path: Path) -> None:
+    config = config_of("fedavg", participants=4)
+
+    def lost(name: str, request: Parcel, response: Parcel) -> Parcel | str:
+        return "gone" if name == "client-001" and unpack(response)["worked"] else response
+
+    without = serve(config, tmp_path / "a", MemoryPost(tmp_path / "sa", NAMES, lost), NAMES)
+    listener = Listener()
+    attacked = serve(config, tmp_path / "b", MemoryPost(tmp_path / "sb", NAMES, changed(attack)), NAMES, watch=listener)
+    assert "a message of client-001 is refused" in listener.said
+    assert state_of(attacked) == state_of(without)
+    assert [r for r in rows(attacked) if ",missing,refused" in r] == ["1,1,,missing,refused", "2,1,,missing,refused"]
+
+
+def test_a_reply_that_a_method_cannot_merge_is_left_out(tmp_path: Path) -> None:
+    def empty(value: dict[str, Any]) -> None:
+        value["worked"]["reply"]["facts"] = {}  # PerFedRLNAS reads an accuracy from it
+
+    listener = Listener()
+    post = MemoryPost(tmp_path / "sites", NAMES, changed(empty))
+    serve(config_of("perfedrlnas", participants=4), tmp_path / "run", post, NAMES, watch=listener)
+    assert "the replies of client-001 are refused" in listener.said
+
+
+def test_a_round_ends_at_the_deadline_and_a_late_reply_is_not_used(tmp_path: Path) -> None:
+    held: list[Parcel] = []
+
+    def slow(name: str, request: Parcel, response: Parcel) -> Parcel | None:
+        if name == "client-002" and unpack(response)["worked"] and not held:
+            held.append(response)
+            return None
+        return response
+
+    listener, post = Listener(), MemoryPost(tmp_path / "sites", NAMES, slow)
+
+    def release() -> None:
+        number = next(f"m{i}" for i, (_, _, answer) in enumerate(post.sent) if answer is held[0])
+        post._replies[number] = held[0]
+
+    listener.at, listener.do = 1, release
+    config = config_of("ditto", participants=4, rounds=3)
+    folder = serve(config, tmp_path / "run", post, NAMES, waiting=Waiting(0.05, 2), watch=listener)
+    assert "late: client-002" in listener.said
+    assert "client-002 answered round 1 too late: not used" in listener.said
+    assert any(states["client-002"] == "late" for states in listener.states)
+    losses = [r.split(",")[:2] for r in rows(folder) if ",train,loss," in r]
+    assert ["1", "2"] not in losses
+    assert ["2", "2"] in losses
+
+
+def test_a_lost_client_is_asked_again_when_it_is_back(tmp_path: Path) -> None:
+    listener, post = Listener(), MemoryPost(tmp_path / "sites", NAMES)
+    post_names = {1: lambda: post.away.add("client-003"), 3: lambda: post.away.clear()}
+
+    class Leaving(Listener):
+        def round(self, number: int, facts: dict[str, float]) -> None:
+            post_names.get(number, lambda: None)()
+
+    listener = Leaving()
+    folder = serve(config_of("ditto", participants=4, rounds=4), tmp_path / "run", post, NAMES, watch=listener)
+    assert "client-003 is lost" in listener.said
+    assert "client-003 is back" in listener.said
+    losses = [r.split(",")[0] for r in rows(folder) if r.split(",")[1] == "3" and ",train,loss," in r]
+    assert losses == ["1", "4"]
+
+
+@pytest.mark.parametrize("method", ["ditto", "fedrep"])
+def test_a_server_that_crashed_goes_on_to_the_same_result(method: str, tmp_path: Path) -> None:
+    """Clients have worked on in the meantime: their memories go back with the server."""
+    config = config_of(method, participants=3, rounds=4, checkpoint_every=2)
+    local = start(config, tmp_path / "local", "cpu", 1)
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", MemoryPost(tmp_path / "sites", NAMES), NAMES, watch=Listener(3, crash))
+    assert list((tmp_path / "sites").glob("*/*/memory-000003.safetensors"))
+    served = serve(config, tmp_path / "run", MemoryPost(tmp_path / "sites", NAMES), NAMES)
+    require_same(served, local, tmp_path / "sites")
+
+
+def test_a_client_that_lost_its_disk_begins_anew(tmp_path: Path) -> None:
+    def burn() -> None:
+        for path in (tmp_path / "sites" / "client-001").glob("*/memory-*"):
+            path.unlink()
+
+    listener = Listener(1, burn)
+    config = config_of("ditto", participants=4, rounds=3)
+    serve(config, tmp_path / "run", MemoryPost(tmp_path / "sites", NAMES), NAMES, watch=listener)
+    assert "client-001 has a problem: its memory is lost" in listener.said
+    assert "client-001 begins without a memory" in listener.said
+
+
+def test_a_full_disk_at_a_client_costs_its_reply_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+    full: list[bool] = []
+
+    def fsync(descriptor: int) -> None:
+        if full and "client-002" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(values.os, "fsync", fsync)
+    turns = {1: lambda: full.append(True), 2: full.clear}
+
+    class Filling(Listener):
+        def round(self, number: int, facts: dict[str, float]) -> None:
+            turns.get(number, lambda: None)()
+
+    listener = Filling()
+    config = config_of("ditto", participants=4, rounds=3)
+    folder = serve(config, tmp_path / "run", MemoryPost(tmp_path / "sites", NAMES), NAMES, watch=listener)
+    assert "client-002 has a problem: its disk cannot be written" in listener.said
+    assert [r for r in rows(folder) if ",missing," in r] == ["2,2,,missing,disk"]
+    assert not list((tmp_path / "sites").glob("**/.*.partial"))
+
+
+def test_a_client_may_come_later(tmp_path: Path) -> None:
+    post = MemoryPost(tmp_path / "sites", NAMES)
+    post.away.add("client-003")
+    listener = Listener(2, post.away.clear)
+    config = config_of("fedavg", participants=4, rounds=4)
+    folder = serve(config, tmp_path / "run", post, NAMES, start_with=3, watch=listener)
+    losses = [r.split(",")[0] for r in rows(folder) if r.split(",")[1] == "3" and ",train,loss," in r]
+    assert losses == ["3", "4"]
+    assert len([r for r in rows(folder) if ",test,personal_accuracy," in r]) == 4
+
+
+def test_who_is_not_taken_in(tmp_path: Path) -> None:
+    def claims(value: dict[str, Any], name: str) -> None:
+        about = value["about"]
+        if name == "client-001":
+            about["samples"] = 10**12
+        elif name == "client-002":
+            about["fedtailor"] = "0.0.0"
+        elif name == "client-003":
+            value["client"] = "client-000"
+
+    def twist(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if value["about"]:
+            claims(value, name)
+        return pack(value)
+
+    listener = Listener()
+    config = config_of("fedavg", participants=4, rounds=1)
+    serve(config, tmp_path / "run", MemoryPost(tmp_path / "s", NAMES, twist), NAMES, start_with=1, watch=listener)
+    assert "'client-001' is not taken in: 1000000000000 is no believable number of training images" in listener.said
+    assert "'client-002' is not taken in: it runs fedtailor 0.0.0" in listener.said
+    assert "'client-000' is not taken in: its key is registered for 'client-003'" in listener.said
+
+
+def test_without_keys_a_second_node_of_a_name_is_refused(tmp_path: Path) -> None:
+    class Open(MemoryPost):
+        def nodes(self) -> dict[int, str]:  # type: ignore[override]
+            return dict.fromkeys(super().nodes(), "")
+
+    listener = Listener()
+    post = Open(tmp_path / "sites", (*NAMES[:2], "client-001"))
+    serve(config_of("fedavg", clients=2, rounds=1), tmp_path / "run", post, watch=listener)
+    assert "'client-001' is not taken in: a client of this name is here already" in listener.said
+
+
+def test_keys_and_clients_must_agree(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="keys of 4 nodes, but clients = 3"):
+        serve(config_of("fedavg", clients=3), tmp_path / "run", MemoryPost(tmp_path / "s", NAMES), NAMES)
+
+
+# data of one's own --------------------------------------------------------------------------------------------------
+
+
+NATURAL = {"partition__name": "natural", "partition__samples": 0}
+
+
+def folders(root: Path, lacking: str = "") -> Path:
+    """Three hospitals' images by class, some of which one of them may lack."""
+    rng = np.random.default_rng(0)
+    for client in ("ash", "birch", "cedar"):
+        for label, kind in enumerate(("benign", "cyst", "tumour")):
+            if (client, kind) == ("birch", lacking):
+                continue
+            (root / client / kind).mkdir(parents=True)
+            for i in range(8 + label):
+                pixels = np.clip(rng.normal(60 + 60 * label, 30, (8, 8)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(root / client / kind / f"{i}.png")
+    return root
+
+
+def test_folders_of_their_own_equal_a_natural_partition(tmp_path: Path) -> None:
+    root, clients = folders(tmp_path / "data", lacking="cyst"), ("ash", "birch", "cedar")
+    config = config_of("fedrep", clients=3, data__name=f"folder:{root}", **NATURAL)
+    local = start(config, tmp_path / "local", "cpu", 1)
+    post = MemoryPost(tmp_path / "sites", clients)
+    for site in post.sites.values():
+        site.data = f"folder:{root / site.name}"
+    served = serve(config, tmp_path / "served", post, clients)
+    require_same(served, local, tmp_path / "sites", clients)
+
+
+def test_broken_data_is_told_to_both_sides_and_the_rest_go_on(tmp_path: Path) -> None:
+    root, clients, said = folders(tmp_path / "data"), ("ash", "birch", "cedar"), []
+    (root / "birch" / "cyst" / "3.png").write_bytes(b"not an image")
+    config = config_of("fedavg", clients=3, **NATURAL)
+    post, listener = MemoryPost(tmp_path / "sites", clients), Listener()
+    for site in post.sites.values():
+        site.data, site.say = f"folder:{root / site.name}", said.append
+    served = serve(config, tmp_path / "run", post, clients, start_with=2, watch=listener)
+    assert "birch has a problem: its data cannot be used" in listener.said
+    assert "3.png" not in listener.said  # a file's name may be a patient's
+    assert any("3.png" in text for text in said)
+    assert len([r for r in rows(served) if ",test,personal_accuracy," in r]) == 2
+
+
+def test_a_client_runs_no_code_that_its_owner_does_not_trust(tmp_path: Path) -> None:
+    code = tmp_path / "evil.py"
+    code.write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'proof')!r}).touch()\n")
+    request = remote.Request("run", "1", f"[method]\nname = '{code}'\n[net]\nname = 'cnn'\n")
+    said: list[str] = []
+    site = Site("client-000", tmp_path / "site", say=said.append)
+    assert unpack(site.answer(request.pack()))["problem"] == "request"
+    assert not (tmp_path / "proof").exists()
+    assert "--trust" in said[0]
+
+
+def test_a_client_refuses_a_run_whose_name_is_a_path(tmp_path: Path) -> None:
+    post = MemoryPost(tmp_path / "sites", NAMES)
+    serve(config_of("ditto", rounds=1), tmp_path / "run", post, NAMES)
+    _, parcel, _ = next(s for s in post.sent if unpack(s[1])["work"])
+    value = unpack(parcel)
+    value["run"] = "../../elsewhere"
+    site = next(s for s in post.sites.values() if s.name == value["seat"]["name"])
+    assert unpack(site.answer(pack(value)))["problem"] == "request"
+    assert dataclasses.asdict(Waiting()) == {"deadline": 0.0, "quorum": 1}
