@@ -14,8 +14,8 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class Measured:
     """What some rounds took."""
 
     seconds: list[float] = field(default_factory=list)
+    busy: float | None = None  # per cent, as nvidia-smi sees it
     waited: float = 0.0  # seconds of them in which Python waited for the card or for room in its queue
     first: Weights = field(default_factory=dict)  # the server's weights after round 1
     images: int = 0  # trained on in the last round
@@ -98,10 +99,13 @@ def measure(table: dict[str, Any], engine: str, rounds: int, warm: int) -> Measu
     federation, _ = setup.federation(torch.device("cuda"), 1, engine, lambda _: None)
     state, found, spent = federation.begin(), Measured(space=setup.job.space), []
     act = evaluation if table.get("method.deploy") == "as-is" else one_round
-    with timed(CudaEngine, "_queue", spent), timed(CudaEngine, "_read", spent):
+    with ExitStack() as stack:
+        stack.enter_context(timed(CudaEngine, "_queue", spent))
+        stack.enter_context(timed(CudaEngine, "_read", spent))
         for i in range(warm + rounds):
             if i == warm:
                 spent.clear()
+                stack.enter_context(watched(found))
             torch.cuda.synchronize()
             began = time.perf_counter()
             act(federation, state, found)
@@ -155,18 +159,20 @@ def floor(found: Measured, batch: int, precision: str, local: Any) -> float:
     return found.images / statistics.mean(rates)
 
 
-def busy(action: Callable[[], Any]) -> tuple[Any, float | None]:
-    """Runs the action; the median of what nvidia-smi calls utilisation meanwhile."""
+@contextmanager
+def watched(found: Measured) -> Iterator[None]:
+    """Notes the median of what nvidia-smi calls utilisation meanwhile."""
     if not shutil.which("nvidia-smi"):
-        return action(), None
+        yield
+        return
     command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
     watch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        result = action()
+        yield
     finally:
         watch.terminate()
-    seen = [float(line) for line in (watch.communicate()[0] or "").split() if line.strip().isdigit()]
-    return result, statistics.median(seen) if seen else None
+    seen = [float(line) for line in (watch.communicate()[0] or "").split() if line.isdigit()]
+    found.busy = statistics.median(seen) if seen else None
 
 
 def difference(a: Weights, b: Weights) -> float:
@@ -181,14 +187,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--eager-rounds", type=int, default=1)
-    parser.add_argument("--precision", default="tf32", choices=("fp32", "tf32", "bf16"))
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
     for name in args.only:
         table = WORKLOADS[name] | {"data.dir": args.data_dir, "precision": args.precision}
         torch.cuda.reset_peak_memory_stats()
-        ours, share = busy(lambda: measure(table, "auto", args.rounds, 2))  # noqa: B023
+        ours = measure(table, "auto", args.rounds, 2)
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.empty_cache()
         eager = measure(table, "eager", args.eager_rounds, 1 if name == "evaluate" else 0)
@@ -200,7 +206,7 @@ def main() -> None:
             "ours_s": seconds,
             "ratio": plain / seconds,
             "first_round_s": ours.seconds[0],
-            "busy_percent": share,
+            "busy_percent": ours.busy,
             "python_share": 1 - ours.waited / sum(ours.seconds[2:]),
             "peak_gib": peak / 2**30,
             "apart_after_round_1": difference(eager.first, ours.first),

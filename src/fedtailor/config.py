@@ -91,7 +91,7 @@ class Config:
     rounds: AtLeastOne = 10
     evaluate_every: Count = 0  # rounds between evaluations on val; 0 = about ten times in the run
     checkpoint_every: Count = 0  # rounds between checkpoints; 0 = about ten times in the run
-    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # auto: tf32 on a GPU; fp32 is the reference
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of training on a GPU; fp32 is the reference
     method: dict[str, Any] = field(default_factory=lambda: {"name": "fedavg"})
     space: dict[str, Any] = field(default_factory=dict)
     net: dict[str, Any] = field(default_factory=dict)

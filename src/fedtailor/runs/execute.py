@@ -147,13 +147,11 @@ def make_job(
 
 
 def make_engine(
-    device: torch.device, workers: int, name: str = "auto", precision: str = "auto", say: Say = print
+    device: torch.device, workers: int, name: str = "auto", precision: str = "fp32", say: Say = print
 ) -> LocalEngine:
     """The engine for a device; `eager` is the plain one, client after client."""
     if name not in ("auto", "eager"):
         raise UserError(f"--engine {name}: use auto or eager.")
-    if precision == "auto":
-        precision = "tf32" if device.type == "cuda" else "fp32"
     if precision != "fp32" and device.type != "cuda":
         raise UserError(f"precision = '{precision}' needs a CUDA device; on a CPU runs compute in fp32.")
     if device.type == "cuda" and name == "auto":
