@@ -18,7 +18,7 @@ from tools import small_config
 
 FEW = {"clients": 2, "participants": 2, "local__epochs": 0.2}
 SITUATIONS: dict[str, dict[str, Any]] = {  # where part of a card is only used in some federations
-    "fedcs": {"clients": 4, "participants": 4, "fleet__name": "capacity-high"},
+    "fedcs": {"clients": 4, "participants": 3, "rounds": 4, "fleet__name": "capacity-high"},
 }
 RARE = {"up: refused"}  # only where a soft budget is too small for an arch that was drawn
 GIVEN = [m for m in names("method") if lookup("method", m).needs == "net" and not lookup("method", m).one_network]
