@@ -210,7 +210,17 @@ def resolve(config: Config) -> Config:
             f"space '{config.space['name']}'. Give a network, for example --set net.name=cnn; or give every client an "
             f"arch of the space, for example --set archs=random."
         )
-    return _checked(config, "net" if method.needs == "space" else "space")
+    config = _checked(config, "net" if method.needs == "space" else "space")
+    return dataclasses.replace(config, net=_with_options(config.net, method.net_options)) if config.net else config
+
+
+def _with_options(net: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The [net] table with the options that a method needs, where the net has them and nobody set them."""
+    from .registry import lookup
+
+    found = lookup("net", _name(net, "net"))
+    known = {f.name for f in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+    return {k: v for k, v in options.items() if k in known} | dict(net)
 
 
 def _given_archs(config: Config, method: Method) -> Config:

@@ -153,6 +153,7 @@ class Method(ABC):
     deviations: ClassVar[tuple[str, ...]] = ()  # every departure from the paper
     card: ClassVar[Card] = Card()  # what it sends, keeps and learns
     needs: ClassVar[Literal["net", "space"]] = "net"  # one fixed network, or choices to search among
+    net_options: ClassVar[dict[str, Any]] = {}  # of [net], where the net has them and the config leaves them open
     one_network: ClassVar[str] = "it was written for one network"  # why clients cannot be given archs; "": they can
 
     @classmethod

@@ -23,3 +23,10 @@ def whole(task: Task, client: Client, key: str, own: Part) -> nn.Module:
     if kept is None:
         kept = choose(client.initial, lambda name: own(name) and learnt(name))
     return client.build(Task(task.weights | kept, task.arch))
+
+
+async def settle(net: nn.Module, client: Client) -> nn.Module:
+    """The network with statistics to train from: from 0 and 1 they would need dozens of batches to come right."""
+    if client.local.bn != "recalibrate":  # then nothing reads them before they are estimated anyway
+        await client.refresh(net)
+    return net

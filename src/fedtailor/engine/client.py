@@ -113,14 +113,15 @@ class Client:
         only: Callable[[str], bool] | None = None,
         loss: Loss | None = None,
         pull: tuple[Weights, float] | None = None,
+        push: Weights | None = None,
         on: str = "train",
         again: bool = False,
     ) -> float:
         """Trains the network with the run's local optimiser; returns the mean loss.
 
         `only` limits training to parameters by name; `pull` = (anchor, strength) adds strength * (w - anchor) to the
-        gradient, the gradient of strength/2 * |w - anchor|^2. `on` is train, val, or both as train+val; `again` takes
-        the batches of the fit before instead, in the same order.
+        gradient, the gradient of strength/2 * |w - anchor|^2; `push` is added to the gradient as it is. `on` is train,
+        val, or both as train+val; `again` takes the batches of the fit before instead, in the same order.
         """
         train = tuple(n for n, _ in net.named_parameters() if only is None or only(n))
         if not train:
@@ -142,6 +143,7 @@ class Client:
             self.log_prior,
             anchor if strength else None,
             strength,
+            push,
             self._next_seed("fit"),
         )
 

@@ -19,7 +19,7 @@ from ..spaces.layers import seed_dropout
 from ..spaces.measure import tensors_of
 from .jobs import Fit, Loop
 from .local import Cannot, lowered
-from .steps import objective, pull_
+from .steps import objective, pull_, push_
 
 CHUNK = 128  # steps whose batches are prepared at once
 
@@ -126,6 +126,7 @@ class FitSlot(Replay):
         self.shift = None if job.shift is None else torch.zeros_like(job.shift)
         self.anchors = [torch.zeros_like(p) for p in self.parameters] if job.anchor else []
         self.pull = torch.zeros((), device=device)
+        self.pushes = [torch.zeros_like(p) for p in self.parameters] if job.push else []
         self.optimiser = job.local.optimiser(self.parameters, self.lr)
         self.state = start_state(self.optimiser, self.parameters)
         self.ready = False
@@ -136,7 +137,7 @@ class FitSlot(Replay):
         space, arch = job.net.space, job.net.arch  # type: ignore[attr-defined]
         shape = (job.stream.width, *job.stream.split.images.shape[1:])
         local = dataclasses.replace(job.local, lr=1.0, epochs=1.0, augment="none", prior=False)
-        return space, arch, job.train, shape, local, job.shift is None, job.anchor is None
+        return space, arch, job.train, shape, local, job.shift is None, not job.anchor, not job.push
 
     def begin(self, job: Fit, lane: torch.cuda.Stream) -> None:
         self.stream, self.job = lane, job
@@ -149,6 +150,8 @@ class FitSlot(Replay):
             if job.anchor:
                 torch._foreach_copy_(self.anchors, [job.anchor[n] for n in job.train])
                 self.pull.fill_(job.pull)
+            if job.push:
+                torch._foreach_copy_(self.pushes, [job.push[n] for n in job.train])
             torch._foreach_zero_(self.state)
             if job.net is not self.net:
                 torch._foreach_copy_(self.tensors, list(tensors_of(job.net).values()))
@@ -164,6 +167,8 @@ class FitSlot(Replay):
         loss.backward()
         if self.anchors:
             pull_(self.parameters, self.anchors, self.pull)
+        if self.pushes:
+            push_(self.parameters, self.pushes)
         if self.local.clip:
             nn.utils.clip_grad_norm_(self.parameters, self.local.clip, foreach=True)
         self.optimiser.step()
