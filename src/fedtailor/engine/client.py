@@ -109,6 +109,7 @@ class Client:
         net: nn.Module,
         *,
         epochs: float | None = None,
+        steps: int | None = None,
         lr: float | None = None,
         only: Callable[[str], bool] | None = None,
         loss: Loss | None = None,
@@ -117,7 +118,7 @@ class Client:
         on: str = "train",
         again: bool = False,
     ) -> float:
-        """Trains the network with the run's local optimiser; returns the mean loss.
+        """Trains the network with the run's local optimiser for so many epochs or steps; returns the mean loss.
 
         `only` limits training to parameters by name; `pull` = (anchor, strength) adds strength * (w - anchor) to the
         gradient, the gradient of strength/2 * |w - anchor|^2; `push` is added to the gradient as it is. `on` is train,
@@ -129,7 +130,8 @@ class Client:
         if self._stream is None or not again:
             self._stream = Stream(self._split(on), self.local.batch, self.local.augment, self._next_seed(on))
         stream, split = self._stream, self._stream.split
-        steps = steps_for(split.size, self.local.batch, self.local.epochs if epochs is None else epochs)
+        if steps is None:
+            steps = steps_for(split.size, self.local.batch, self.local.epochs if epochs is None else epochs)
         anchor, strength = pull or (None, 0.0)
         self._spend(net, steps, split)
         return await Fit(
@@ -209,6 +211,10 @@ class Client:
         return torch.from_numpy(np.log(counts / counts.sum())).to(train.mean)
 
     # facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
 
     def size(self, split: str) -> int:
         return self._split(split).size

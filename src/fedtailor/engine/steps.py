@@ -65,6 +65,11 @@ def push_(parameters: Sequence[Tensor], pushes: Sequence[Tensor]) -> None:
     torch._foreach_add_(gradients, list(pushes))
 
 
+def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of a loss, 0 for parameters that have no part in it."""
+    return list(torch.autograd.grad(loss, list(parameters), allow_unused=True, materialize_grads=True))
+
+
 def reach(steps: int, momentum: float) -> float:
     """How many times the learning rate SGD moves in so many steps along a gradient that stays 1.
 

@@ -14,6 +14,8 @@ from ..engine.local import LocalEngine
 from ..engine.loop import Event, Federation
 from ..evaluate import evaluate
 from ..method import Method, Reply, Seat, Server, Task
+from ..parts import norms
+from ..spaces.base import Space
 from ..values import bytes_of
 from .execute import prepare
 
@@ -36,6 +38,7 @@ class Rehearsal:
     """What a run sent, kept and held."""
 
     method: Method
+    space: Space
     down: Seen = field(default_factory=Seen)
     up: Seen = field(default_factory=Seen)
     keeps: dict[str, None] = field(default_factory=dict)  # names in clients' memories
@@ -67,7 +70,10 @@ class Rehearsal:
     def _beyond(self, way: str) -> list[str]:
         message: Message = getattr(self.method.card, way)
         seen: Seen = getattr(self, way)
-        return message.undeclared(seen.weights, seen.extra, seen.facts)
+        found = message.undeclared(seen.weights, seen.extra, seen.facts)
+        if "all but norms" in message.parts:  # which layers these are only the space knows
+            found += [f"weights: {n}" for n in seen.weights if norms(self.space)(n)]
+        return found
 
 
 def _covered(pattern: str, names: dict[str, None]) -> bool:
@@ -102,7 +108,7 @@ class _Recorded:
 def rehearse(config: Config, engine: LocalEngine | None = None) -> Rehearsal:
     """Runs a config and returns what was seen; without an engine nothing is trained."""
     setup, engine = prepare(config), engine or DryEngine()
-    found = Rehearsal(setup.method)
+    found = Rehearsal(setup.method, setup.job.space)
     learn, _ = stores(setup.dataset, setup.partition, engine.device)
     method = cast(Method, _Recorded(found))
     federation = Federation(setup.job, method, learn, engine, setup.fleet, config.make_fleet())
