@@ -22,7 +22,7 @@ from torch import nn
 from ..card import LOSS, Message
 from ..data.batches import steps_for
 from ..engine.client import Client
-from ..method import Card, Job, Reply, Seat, Server, Task
+from ..method import Card, Fact, Job, Reply, Seat, Server, Task
 from ..options import NonNegative
 from ..parts import learnt
 from ..registry import register
@@ -68,7 +68,7 @@ class L2GD(FedAvg):
     async def work(self, task: Task, client: Client) -> Reply:
         net = client.build(Task(self._met(task, client), task.arch))
         steps = int(task.facts["steps"])
-        facts = {"loss": await client.fit(net, steps=steps)} if steps else {}  # none: two meetings in a row
+        facts: dict[str, Fact] = {"loss": await client.fit(net, steps=steps)} if steps else {}  # none: two meetings in a row
         client.memory["x"] = client.copy(net)
         return Reply(client.take(net), task.arch, facts=facts)
 
