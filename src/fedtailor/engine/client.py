@@ -115,14 +115,16 @@ class Client:
         loss: Loss | None = None,
         pull: tuple[Weights, float] | None = None,
         push: Weights | None = None,
+        momentum: bool = True,
         on: str = "train",
         again: bool = False,
     ) -> float:
         """Trains the network with the run's local optimiser for so many epochs or steps; returns the mean loss.
 
         `only` limits training to parameters by name; `pull` = (anchor, strength) adds strength * (w - anchor) to the
-        gradient, the gradient of strength/2 * |w - anchor|^2; `push` is added to the gradient as it is. `on` is train,
-        val, or both as train+val; `again` takes the batches of the fit before instead, in the same order.
+        gradient, the gradient of strength/2 * |w - anchor|^2; `push` is added to the gradient as it is. Without
+        `momentum` SGD takes plain steps. `on` is train, val, or both as train+val; `again` takes the batches of the fit
+        before instead, in the same order.
         """
         train = tuple(n for n, _ in net.named_parameters() if only is None or only(n))
         if not train:
@@ -140,7 +142,7 @@ class Client:
             stream,
             steps,
             self.lr if lr is None else lr,
-            self.local,
+            self.local if momentum else replace(self.local, momentum=0.0),
             loss,
             self.log_prior,
             anchor if strength else None,

@@ -41,7 +41,7 @@ class FedDyn(FedAvg):
         holds={"weights": "the network theta", "h": "what the clients' g_k sum up to"},
     )
 
-    alpha: Positive = 0.01  # strength of the pull
+    alpha: Positive = 0.1  # strength of the pull; the authors take 0.01 to 0.1, the smaller the longer clients train
 
     def start(self, job: Job) -> Server:
         server = super().start(job)

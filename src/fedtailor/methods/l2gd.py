@@ -68,7 +68,7 @@ class L2GD(FedAvg):
     async def work(self, task: Task, client: Client) -> Reply:
         net = client.build(Task(self._met(task, client), task.arch))
         steps = int(task.facts["steps"])
-        facts: dict[str, Fact] = {"loss": await client.fit(net, steps=steps)} if steps else {}  # none: two meetings in a row
+        facts: dict[str, Fact] = {"loss": await client.fit(net, steps=steps)} if steps else {}  # else two meetings
         client.memory["x"] = client.copy(net)
         return Reply(client.take(net), task.arch, facts=facts)
 

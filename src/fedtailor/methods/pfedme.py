@@ -46,21 +46,21 @@ class PFedMe(FedAvg):
     lamda: Positive = 15.0  # lambda; the authors' MNIST runs have 15 to 30
     inner_steps: AtLeastOne = 5  # K, on every mini-batch
     personal_lr: NonNegative = 0.0  # p, of the inner steps; 0: local.lr
-    lr: Positive = 0.005  # eta, of the outer step
+    lr: NonNegative = 0.0  # eta, of the outer step; 0: local.lr. The authors' 0.005 is for 800 rounds
     beta: Positive = 1.0  # of the server; the authors also take 2
 
     def check(self, job: Job) -> None:
-        p = self.personal_lr or job.local.lr
-        if p * self.lamda >= 2 or self.lr * self.lamda >= 2:
+        p, eta = self.personal_lr or job.local.lr, self.lr or job.local.lr
+        if max(p, eta) * self.lamda >= 2:
             raise UserError(
                 f"method.lamda = {self.lamda:g}: inner steps of {p:g} (method.personal_lr, or local.lr) or outer ones "
-                f"of {self.lr:g} (method.lr) overshoot from {2 / max(p, self.lr):g} on. Lower one of them."
+                f"of {eta:g} (method.lr, or local.lr) overshoot from {2 / max(p, eta):g} on. Lower one of them."
             )
 
     async def work(self, task: Task, client: Client) -> Reply:
         net = client.build(task)  # theta_i, which starts at w
         w = [p.detach().clone() for p in net.parameters()]
-        loss = await client.loop(self.step(net, w, client, self.lr), [net], passes=self.inner_steps)
+        loss = await client.loop(self.step(net, w, client, self.lr or client.lr), [net], passes=self.inner_steps)
         with torch.no_grad():
             for parameter, value in zip(net.parameters(), w, strict=True):
                 parameter.copy_(value)

@@ -14,7 +14,6 @@ import torch
 
 from ..card import LOSS, Message
 from ..engine.client import Client
-from ..engine.steps import reach
 from ..method import Card, Job, Reply, Seat, Server, Task, pack, unpack
 from ..options import Positive
 from ..owners import add_means
@@ -29,7 +28,7 @@ from .fednova import require_sgd
 class Scaffold(FedAvg):
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020, Algorithm 1 with option II"
     deviations: ClassVar[tuple[str, ...]] = (
-        "with local.momentum, K becomes the sum of the weights that the gradients have in x - y (FedNova's |a|_1)",
+        "steps are plain, as in the paper: local.momentum has no part, since it multiplies corrections that are stale",
         "normalisation statistics have no control variate: they are averaged",
         "with archs given to clients, S and N count the owners of an entry",
     )
@@ -58,8 +57,8 @@ class Scaffold(FedAvg):
     async def work(self, task: Task, client: Client) -> Reply:
         net, c = client.build(task), unpack(task.extra, "c")
         own = client.memory.get("c") or {n: torch.zeros_like(t) for n, t in c.items()}
-        loss = await client.fit(net, push={n: c[n] - own[n] for n in c})  # line 10
-        y, way = client.take(net), client.lr * reach(client.steps(), client.local.momentum)
+        loss = await client.fit(net, push={n: c[n] - own[n] for n in c}, momentum=False)  # line 10
+        y, way = client.take(net), client.steps() * client.lr  # K eta_l
         new = {n: own[n] - c[n] + (task.weights[n] - y[n]) / way for n in c}  # line 12
         client.memory["c"] = new
         return Reply(y, task.arch, pack("dc", {n: new[n] - own[n] for n in c}), {"loss": loss})
