@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fedtailor.card import Message
+from fedtailor.card import Card, Message
 from fedtailor.engine.local import LocalEngine
 from fedtailor.errors import UserError
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.registry import lookup, names
+from fedtailor.report.explain import COLUMNS, explain, row
 from fedtailor.runs.rehearse import Rehearsal, rehearse
 from tools import small_config
 
@@ -82,3 +84,43 @@ def test_a_method_for_one_network_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(FedAvg, "one_network", "its server makes weights of one shape")
     with pytest.raises(UserError, match="the same network everywhere: its server makes weights of one shape"):
         small_config("fedavg", space__name="tiny", archs="random")
+
+
+def test_explain_says_what_is_sent_kept_and_learnt() -> None:
+    text = explain("scaffold")
+    for part in ("SERVER holds", "CLIENT keeps", "control variate c_i", "network + dc (109.6 kB)", "server_lr  1.0"):
+        assert part in text
+    assert "bytes          2.00x" in text  # measured: the control variate is as large as the network
+    assert max(map(len, text.splitlines())) <= 120
+    own = str(Path(__file__).parent.parent / "examples" / "own_method.py")
+    assert "the client's own network" in explain(own)
+    assert rehearse(small_config(own, **FEW)).undeclared() == []
+
+
+def test_costs_of_the_table_are_counted() -> None:
+    found = {name: row(name) for name in ("fedavg", "ditto", "fedopt", "local", "per-fedavg", "random-arch")}
+    assert all(list(line) == list(COLUMNS) for line in found.values())
+    assert [found["fedavg"][c] for c in ("compute", "bytes", "server memory")] == ["1.00x"] * 3
+    assert found["ditto"]["compute"] == "2.00x"
+    assert found["fedopt"]["server memory"] == "3.00x"
+    assert found["local"]["bytes"] == "0"
+    assert found["per-fedavg"]["compute"] == "4.00x"  # Hessian-free: four gradients in a step
+    assert float(found["random-arch"]["bytes"].rstrip("x")) < 1  # sub-networks of the network that FedAvg sends
+
+
+def test_a_method_without_a_card_cannot_be_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FedAvg, "card", Card())
+    with pytest.raises(UserError, match="declares no card"):
+        explain("fedavg")
+
+
+def test_the_command_line_explains_and_lists() -> None:
+    from typer.testing import CliRunner
+
+    from fedtailor.cli.main import app
+
+    shown = CliRunner().invoke(app, ["explain", "fedper"])
+    assert shown.exit_code == 0
+    assert "personal part  head" in shown.output
+    refused = CliRunner().invoke(app, ["list", "spaces", "--table"])
+    assert isinstance(refused.exception, UserError)
