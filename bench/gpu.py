@@ -143,7 +143,7 @@ def floor(found: Measured, batch: int, precision: str, local: Any) -> float:
         net = found.space.build(arch).cuda()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            step = Step(found.space, arch, None, (batch, *found.space.input), local, False, False)
+            step = Step(found.space, arch, None, (batch, *found.space.input), local, False, False, False)
             slot = FitSlot(step, net, stream, precision)
             for x, y in slot.buffers:
                 x.zero_()

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from fedtailor.card import Card, Message
 from fedtailor.engine.client import STATISTICS, Client
 from fedtailor.method import Job, Method, Reply, Seat, Server, Task
 from fedtailor.options import Fraction
@@ -28,6 +29,15 @@ from fedtailor.registry import register
 class HalfWay(Method):
     paper: ClassVar[str] = "no paper: the example of the documentation"
     deviations: ClassVar[tuple[str, ...]] = ()
+    card: ClassVar[Card] = Card(
+        shared="whole network",
+        personal="whole network",
+        policy="a fixed share of the client's own weights",
+        down=Message("network"),
+        up=Message("network", facts={"loss": "mean training loss"}),
+        keeps={"v": "the client's own network"},
+        holds={"weights": "the shared network w", "velocity": "u"},
+    )
 
     beta: Fraction = 0.5  # momentum of the server
     keep: Fraction = 0.5  # how much of its own network a client keeps when a new shared one arrives

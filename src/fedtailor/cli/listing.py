@@ -11,10 +11,11 @@ import platform
 import shutil
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import unknown
+from ..errors import UserError, unknown
 
 KINDS = ("methods", "spaces", "nets", "data", "partitions", "fleets", "presets")
 EXTRAS = {
@@ -71,6 +72,26 @@ def print_names(kind: str, as_json: bool, console: Console) -> None:
     for name, text in found.items():
         table.add_row(name, text)
     console.print(table)
+
+
+def print_table(kind: str, as_json: bool, console: Console) -> None:
+    """What every method shares, keeps and costs: the survey's table."""
+    if kind != "methods":
+        raise UserError(f"--table is for methods, not for {kind}.")
+    from ..report.explain import COLUMNS, table
+
+    rows = table()
+    if as_json:
+        console.print_json(json.dumps(rows))
+        return
+    drawn = Table(box=box.SIMPLE, header_style="bold", show_lines=False, padding=(0, 1, 0, 0))
+    for column in COLUMNS:
+        drawn.add_column(column, no_wrap=column == "method", justify="right" if column in COLUMNS[-3:] else "left")
+    for row in rows:
+        drawn.add_row(*(row[column] for column in COLUMNS))
+    wide = console if console.width >= 160 else Console(width=160)
+    wide.print(drawn)
+    wide.print("Costs of a client's round and of the server's state, as multiples of FedAvg's on the same networks.")
 
 
 def print_diagnosis(console: Console) -> None:

@@ -182,14 +182,31 @@ def demo(
 def list_names(
     what: Annotated[str, typer.Argument(help="methods, spaces, nets, data, partitions, fleets or presets")],
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="methods: what each shares, keeps and costs; takes half a minute.")
+    ] = False,
 ) -> None:
     """List what can be named in a config.
 
-    Example: `fedtailor list methods`
+    Examples: `fedtailor list methods`, `fedtailor list methods --table`
     """
-    from .listing import print_names
+    from .listing import print_names, print_table
 
-    print_names(what, as_json, console)
+    if table:
+        print_table(what, as_json, console)
+    else:
+        print_names(what, as_json, console)
+
+
+@app.command()
+def explain(method: Annotated[str, typer.Argument(help="A name from `fedtailor list methods`, or your own.")]) -> None:
+    """Say what a method sends, keeps and learns, in words and as a diagram.
+
+    Example: `fedtailor explain ditto`
+    """
+    from ..report.explain import explain as explained
+
+    console.print(explained(method), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

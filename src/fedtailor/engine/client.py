@@ -17,6 +17,7 @@ from ..data.batches import Split, Stream, steps_for
 from ..errors import UserError
 from ..method import Job as RunJob
 from ..method import Seat, Task
+from ..parts import STATISTICS
 from ..seeds import rng_of, seed_of
 from ..spaces.base import Space, Weights
 from ..spaces.measure import Cost, tensors_of
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .local import LocalEngine
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-STATISTICS = ("running_mean", "running_var")
 SCORE_BATCH = 1000
 
 
@@ -104,8 +104,8 @@ class Client:
 
     @property
     def initial(self) -> Weights:
-        """The weights that the server's network started from, which every client can make for itself."""
-        return self._engine.initial(self.space, self.seed)
+        """The weights that the client's network started from, which every client can make for itself."""
+        return self.space.part(self._engine.initial(self.space, self.seed), self.seat.arch)
 
     # jobs -------------------------------------------------------------------------------------------------------
 
@@ -114,18 +114,22 @@ class Client:
         net: nn.Module,
         *,
         epochs: float | None = None,
+        steps: int | None = None,
         lr: float | None = None,
         only: Callable[[str], bool] | None = None,
         loss: Loss | None = None,
         pull: tuple[Weights, float] | None = None,
+        push: Weights | None = None,
+        momentum: bool = True,
         on: str = "train",
         again: bool = False,
     ) -> float:
-        """Trains the network with the run's local optimiser; returns the mean loss.
+        """Trains the network with the run's local optimiser for so many epochs or steps; returns the mean loss.
 
         `only` limits training to parameters by name; `pull` = (anchor, strength) adds strength * (w - anchor) to the
-        gradient, the gradient of strength/2 * |w - anchor|^2. `on` is train, val, or both as train+val; `again` takes
-        the batches of the fit before instead, in the same order.
+        gradient, the gradient of strength/2 * |w - anchor|^2; `push` is added to the gradient as it is. Without
+        `momentum` SGD takes plain steps. `on` is train, val, or both as train+val; `again` takes the batches of the fit
+        before instead, in the same order.
         """
         train = tuple(n for n, _ in net.named_parameters() if only is None or only(n))
         if not train:
@@ -133,7 +137,8 @@ class Client:
         if self._stream is None or not again:
             self._stream = Stream(self._split(on), self.local.batch, self.local.augment, self._next_seed(on))
         stream, split = self._stream, self._stream.split
-        steps = steps_for(split.size, self.local.batch, self.local.epochs if epochs is None else epochs)
+        if steps is None:
+            steps = steps_for(split.size, self.local.batch, self.local.epochs if epochs is None else epochs)
         anchor, strength = pull or (None, 0.0)
         self._spend(net, steps, split)
         return await Fit(
@@ -142,11 +147,12 @@ class Client:
             stream,
             steps,
             self.lr if lr is None else lr,
-            self.local,
+            self.local if momentum else replace(self.local, momentum=0.0),
             loss,
             self.log_prior,
             anchor if strength else None,
             strength,
+            push,
             self._next_seed("fit"),
         )
 
@@ -212,6 +218,10 @@ class Client:
         return torch.from_numpy(np.log(counts / counts.sum())).to(train.mean)
 
     # facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
 
     def size(self, split: str) -> int:
         return self._split(split).size

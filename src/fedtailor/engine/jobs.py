@@ -46,6 +46,7 @@ class Fit(Job):
     shift: Tensor | None = None  # added to the logits inside the loss
     anchor: dict[str, Tensor] | None = None  # pulls the parameters towards these values
     pull: float = 0.0  # how strongly: pull * (w - anchor) is added to the gradient
+    push: dict[str, Tensor] | None = None  # added to the gradient as it is
     seed: int = 0
 
 

@@ -21,7 +21,7 @@ from ..spaces.layers import seed_dropout
 from ..spaces.measure import tensors_of
 from .jobs import Fit, Loop
 from .local import Cannot, lowered
-from .steps import objective, pull_
+from .steps import objective, pull_, push_
 
 if TYPE_CHECKING:
     from ..config import Local
@@ -51,6 +51,7 @@ class Step(NamedTuple):
     local: Local  # without what may differ from job to job
     shifted: bool
     anchored: bool
+    pushed: bool
 
     @classmethod
     def of(cls, job: Fit) -> Step:
@@ -58,7 +59,7 @@ class Step(NamedTuple):
         everything = len(job.train) == sum(1 for _ in job.net.parameters())
         local = dataclasses.replace(job.local, lr=1.0, epochs=1.0, augment="none", prior=False)
         train = None if everything else job.train
-        flags = job.shift is not None, job.anchor is not None
+        flags = job.shift is not None, bool(job.anchor), bool(job.push)
         return cls(space, arch, train, job.stream.shape, local, *flags)  # type: ignore[arg-type]
 
 
@@ -150,6 +151,7 @@ class FitSlot(Replay):
         self.shift = torch.zeros(key.space.classes, device=device) if key.shifted else None
         self.anchors = [torch.zeros_like(p) for p in self.parameters] if key.anchored else []
         self.pull = torch.zeros((), device=device)
+        self.pushes = [torch.zeros_like(p) for p in self.parameters] if key.pushed else []
         self.optimiser = self.local.optimiser(self.parameters, self.lr)
         self.state = start_state(self.optimiser, self.parameters)
         self.fresh = True  # not used yet
@@ -171,6 +173,8 @@ class FitSlot(Replay):
             if job.anchor:
                 torch._foreach_copy_(self.anchors, [job.anchor[n] for n in self.train])
                 self.pull.fill_(job.pull)
+            if job.push:
+                torch._foreach_copy_(self.pushes, [job.push[n] for n in self.train])
             torch._foreach_zero_(self.state)
             if job.net is not self.net:
                 torch._foreach_copy_(self.tensors, list(tensors_of(job.net).values()))
@@ -182,6 +186,8 @@ class FitSlot(Replay):
         loss.backward()
         if self.anchors:
             pull_(self.parameters, self.anchors, self.pull)
+        if self.pushes:
+            push_(self.parameters, self.pushes)
         if self.local.clip:
             nn.utils.clip_grad_norm_(self.parameters, self.local.clip, foreach=True)
         self.optimiser.step()

@@ -17,7 +17,7 @@ def objective(logits: Tensor, y: Tensor, smoothing: float, shift: Tensor | None)
 
 
 def fit_step(job: Fit) -> Callable[[Tensor, Tensor], Tensor]:
-    """The step of a fit: loss, gradient, pull towards the anchor, clipping, optimiser."""
+    """The step of a fit: loss, gradient, pull towards the anchor, push, clipping, optimiser."""
     net, local = job.net, job.local
     named = dict(net.named_parameters())
     chosen = set(job.train)
@@ -26,6 +26,7 @@ def fit_step(job: Fit) -> Callable[[Tensor, Tensor], Tensor]:
     parameters = [named[n] for n in job.train]
     optimiser = local.optimiser(parameters, job.lr)
     anchors = [job.anchor[n].to(named[n].device) for n in job.train] if job.anchor else []
+    pushes = [job.push[n].to(named[n].device) for n in job.train] if job.push else []
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimiser.zero_grad()
@@ -36,6 +37,8 @@ def fit_step(job: Fit) -> Callable[[Tensor, Tensor], Tensor]:
         loss.backward()
         if anchors:
             pull_(parameters, anchors, job.pull)
+        if pushes:
+            push_(parameters, pushes)
         if local.clip:
             nn.utils.clip_grad_norm_(parameters, local.clip)
         optimiser.step()
@@ -47,10 +50,31 @@ def fit_step(job: Fit) -> Callable[[Tensor, Tensor], Tensor]:
 @torch.no_grad()
 def pull_(parameters: Sequence[Tensor], anchors: list[Tensor], strength: float | Tensor) -> None:
     """Adds strength * (w - anchor) to the gradients."""
+    apart = torch._foreach_sub(list(parameters), anchors)
+    torch._foreach_mul_(apart, strength)
+    push_(parameters, apart)
+
+
+@torch.no_grad()
+def push_(parameters: Sequence[Tensor], pushes: Sequence[Tensor]) -> None:
+    """Adds tensors to the gradients."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    apart = torch._foreach_sub(list(parameters), anchors)
-    torch._foreach_mul_(apart, strength)
-    torch._foreach_add_(gradients, apart)
+    torch._foreach_add_(gradients, list(pushes))
+
+
+def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of a loss, 0 for parameters that have no part in it."""
+    return list(torch.autograd.grad(loss, list(parameters), allow_unused=True, materialize_grads=True))
+
+
+def reach(steps: int, momentum: float) -> float:
+    """How many times the learning rate SGD moves in so many steps along a gradient that stays 1.
+
+    This is |a|_1 of FedNova: without momentum the number of steps, with it sum over steps of 1 + rho + rho^2 + ...
+    """
+    if momentum == 1:
+        return steps * (steps + 1) / 2
+    return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)

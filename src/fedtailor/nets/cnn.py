@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 
 from ..registry import register
-from ..spaces.layers import Dropout
+from ..spaces.layers import Dropout, norm_layer
 from .base import FixedNet
+from .blocks import one_of
+
+Norm = Literal["none", "batch", "group"]
 
 
 class _CNN(nn.Module):
-    def __init__(self, shape: tuple[int, int, int], classes: int, width: int, kernel: int, hidden: int, dropout: float):
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        width: int,
+        kernel: int,
+        hidden: int,
+        dropout: float,
+        norm: Norm,
+    ) -> None:
         super().__init__()
         channels, height, wide = shape
+
+        def conv(cin: int, cout: int) -> nn.Module:
+            layer = nn.Conv2d(cin, cout, kernel, padding=kernel // 2)
+            return layer if norm == "none" else nn.Sequential(layer, norm_layer(norm, cout))
+
         self.body = nn.Sequential(
-            nn.Conv2d(channels, width, kernel, padding=kernel // 2),
+            conv(channels, width),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(2),
-            nn.Conv2d(width, 2 * width, kernel, padding=kernel // 2),
+            conv(width, 2 * width),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(2),
             nn.Flatten(),
@@ -40,6 +58,10 @@ class CNN(FixedNet):
     kernel: int = 3
     hidden: int = 128
     dropout: float = 0.0
+    norm: Norm = "none"  # after the convolutions
+
+    def __post_init__(self) -> None:
+        one_of(self.name, "norm", self.norm, ("none", "batch", "group"))
 
     def module(self) -> nn.Module:
-        return _CNN(self.input, self.classes, self.width, self.kernel, self.hidden, self.dropout)
+        return _CNN(self.input, self.classes, self.width, self.kernel, self.hidden, self.dropout, self.norm)

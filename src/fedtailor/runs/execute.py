@@ -34,6 +34,7 @@ from ..spaces.base import Arch, Space, Weights
 from ..values import read_value, write_bytes, write_value
 from . import checkpoint
 from .events import EventLog
+from .given import give
 
 Say = Callable[[str], None]
 Report = Callable[[Event], None]
@@ -142,6 +143,8 @@ def make_job(
             require_feasible(space, device.budget, name, batch, profile, images)
         budget = device.budget.absolute(largest, batch, profile, images)
         seats.append(Seat(i, name, count, profile, budget, rules.hard, space, batch, images))
+    if config.archs:
+        seats = give(config.archs, seats, config.seed)
     seats = tuple(seats)
     return Job(space, seats, config.clients, config.participants, config.rounds, config.seed, config.local), fleet
 
