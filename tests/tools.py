@@ -19,6 +19,7 @@ from fedtailor.engine.loop import Federation, State
 from fedtailor.fleet import fleet as fleets
 from fedtailor.method import Job, Method, Seat
 from fedtailor.nets.base import FixedNet
+from fedtailor.registry import register
 from fedtailor.spaces.base import Space, Weights
 
 
@@ -34,10 +35,9 @@ class _Three(nn.Module):
         return self.head(self.body(x.flatten(1)))
 
 
+@register("net", "three")
 @dataclass(frozen=True)
 class Three(FixedNet):
-    name = "three"
-
     def module(self) -> nn.Module:
         return _Three()
 
@@ -109,13 +109,18 @@ def one_round(federation: Federation, **values: Any) -> State:
     return next(federation.rounds(state, lambda event: None))
 
 
-def personal(federation: Federation, state: State, client: int) -> Weights:
-    """The weights of the network that a client keeps."""
+def kept(federation: Federation, state: State, client: int) -> nn.Module:
+    """The network that a client keeps."""
     seat = federation.job.seats[client]
     who = federation.client(seat, state.memories.get(client, {}), state.round)
     offer = federation.method.offer(state.server, seat)
-    net = federation.engine.run([("", federation.method.personal(offer, who))])[0]
-    return who.take(net)
+    return federation.engine.run([("", federation.method.personal(offer, who))])[0]
+
+
+def personal(federation: Federation, state: State, client: int) -> Weights:
+    """The weights of the network that a client keeps, under the policy on statistics."""
+    who = federation.client(federation.job.seats[client], {}, state.round)
+    return who.take(kept(federation, state, client))
 
 
 SMALL = {

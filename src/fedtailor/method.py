@@ -87,6 +87,7 @@ class Job:
     rounds: int
     seed: int
     local: Local
+    public: int = 0  # images of the public set, which clients read as the split `public`
 
 
 class Server:

@@ -20,7 +20,7 @@ from ..method import Seat, Task
 from ..seeds import rng_of, seed_of
 from ..spaces.base import Space, Weights
 from ..spaces.measure import Cost, tensors_of
-from .jobs import Fit, Loop, Recalibrate, Score
+from .jobs import Fit, Loop, Predict, Recalibrate, Score
 from .steps import objective
 
 if TYPE_CHECKING:
@@ -44,13 +44,14 @@ class Client:
         round: int,
         engine: LocalEngine,
         keeping: bool = False,
+        public: Split | None = None,
     ) -> None:
         self.id, self.name, self.samples = seat.id, seat.name, seat.samples
         self.seat, self.space, self.local = seat, job.space, job.local
         self.round, self.rounds, self.seed, self.keeping = round, job.rounds, job.seed, keeping
         self.memory = dict(memory)  # changes count only when the round is finished
         self.flops = 0  # spent so far
-        self._splits = {"train": train, "val": val}
+        self._splits = {"train": train, "val": val} | ({} if public is None else {"public": public})
         self._engine = engine
         self._jobs = 0  # numbers this client's jobs, so that each draws its own batches
         self._stream: Stream | None = None  # of the latest fit
@@ -109,6 +110,7 @@ class Client:
         net: nn.Module,
         *,
         epochs: float | None = None,
+        steps: int | None = None,
         lr: float | None = None,
         only: Callable[[str], bool] | None = None,
         loss: Loss | None = None,
@@ -116,7 +118,7 @@ class Client:
         on: str = "train",
         again: bool = False,
     ) -> float:
-        """Trains the network with the run's local optimiser; returns the mean loss.
+        """Trains the network with the run's local optimiser, for some epochs or steps; returns the mean loss.
 
         `only` limits training to parameters by name; `pull` = (anchor, strength) adds strength * (w - anchor) to the
         gradient, the gradient of strength/2 * |w - anchor|^2. `on` is train, val, or both as train+val; `again` takes
@@ -128,7 +130,8 @@ class Client:
         if self._stream is None or not again:
             self._stream = Stream(self._split(on), self.local.batch, self.local.augment, self._next_seed(on))
         stream, split = self._stream, self._stream.split
-        steps = steps_for(split.size, self.local.batch, self.local.epochs if epochs is None else epochs)
+        if steps is None:
+            steps = steps_for(split.size, self.local.batch, self.local.epochs if epochs is None else epochs)
         anchor, strength = pull or (None, 0.0)
         self._spend(net, steps, split)
         return await Fit(
@@ -158,12 +161,14 @@ class Client:
     ) -> float:
         """Runs a step of the method's own over batches; with several splits, each call gets one batch of each.
 
+        Images of `public` come without labels: in their place are the images' numbers in the public set.
+
         `passes` says how many ordinary training steps' arithmetic one call costs.
         """
         first = self._split(over[0])
         steps = self.steps(epochs, over[0]) if steps is None else steps
-        how = self.local.augment if augment else "none"
-        streams = tuple(Stream(self._split(s), self.local.batch, how, self._next_seed(s)) for s in over)
+        how = {s: self.local.augment if augment and s != "public" else "none" for s in over}
+        streams = tuple(Stream(self._split(s), self.local.batch, how[s], self._next_seed(s)) for s in over)
         for net in nets:
             self._spend(net, steps, first, passes)
         return await Loop(step, streams, steps, tuple(nets), self._next_seed("loop"))
@@ -177,6 +182,18 @@ class Client:
         split = self._some(on, images) if images else self._split(on)
         self.flops += split.size * self.cost(net).flops
         return await Score(net, split, self.shift)
+
+    async def predict(self, net: nn.Module, on: str = "train") -> Tensor:
+        """The network's outputs on all images of a split, in their order, as this client would use it."""
+        await self.refresh(net)
+        split = self._split(on)
+        self.flops += split.size * self.cost(net).flops
+        return await Predict(net, split)
+
+    def labels(self, on: str = "train") -> Tensor:
+        """The labels of a split, in the order of `predict`."""
+        split = self._split(on)
+        return split.labels[split.start : split.start + split.size]
 
     async def refresh(self, net: nn.Module) -> None:
         """Re-estimates normalisation statistics where they are missing or the policy asks for it."""

@@ -24,7 +24,7 @@ from ..seeds import torch_seed
 from ..spaces.base import Arch, Space, Weights
 from ..spaces.layers import Dropout, seed_dropout
 from .client import SCORE_BATCH
-from .jobs import Fit, Job, Loop, Recalibrate, Score
+from .jobs import Fit, Job, Loop, Predict, Recalibrate, Score
 from .steps import fit_step
 
 T = TypeVar("T")
@@ -110,6 +110,8 @@ class LocalEngine:
                 return self._loop(job)
             if isinstance(job, Score):
                 return int(self._hits(job)) / job.split.size
+            if isinstance(job, Predict):
+                return self._predict(job)
             if isinstance(job, Recalibrate):
                 return self._recalibrate(job)
             raise TypeError(f"the client awaited a {type(job).__name__}, which is not a job")
@@ -171,6 +173,11 @@ class LocalEngine:
             logits = job.net(x)
             hits += ((logits if job.shift is None else logits + job.shift).argmax(1) == y).sum()
         return hits
+
+    @torch.no_grad()
+    def _predict(self, job: Predict) -> Tensor:
+        job.net.eval()
+        return torch.cat([job.net(job.split.at(index)[0]) for index in job.split.chunks(SCORE_BATCH)])
 
     @torch.no_grad()
     def _recalibrate(self, job: Recalibrate) -> None:

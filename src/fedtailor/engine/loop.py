@@ -60,7 +60,7 @@ class Federation:
     def client(self, seat: Seat, memory: Memory, round: int, keeping: bool = False) -> Client:
         """A client in a round, or, when `keeping`, one that makes its personal network after it."""
         train, val = self.store.split(seat.id, TRAIN), self.store.split(seat.id, VAL)
-        return Client(self.job, seat, train, val, memory, round, self.engine, keeping)
+        return Client(self.job, seat, train, val, memory, round, self.engine, keeping, self.store.public)
 
     def begin(self) -> State:
         server = self.method.start(self.job)

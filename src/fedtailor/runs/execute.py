@@ -22,6 +22,7 @@ from ..data import partition as partitions
 from ..data.dataset import Dataset
 from ..data.federation import Store, stores
 from ..data.partition import TRAIN, Partition
+from ..data.public import public_images, with_public
 from ..data.sources import load as load_data
 from ..engine.local import LocalEngine
 from ..engine.loop import Event, Federation
@@ -30,7 +31,7 @@ from ..evaluate import Kept, evaluate, mean_accuracy
 from ..fleet import fleet as fleets
 from ..fleet.budget import require_feasible
 from ..method import Job, Method, Seat
-from ..options import table_of
+from ..nets.base import net_of, table_for
 from ..spaces.base import Arch, Space, Weights
 from ..values import read_value, write_bytes, write_value
 from . import checkpoint
@@ -61,11 +62,13 @@ class Setup:
     partition: Partition
     job: Job
     fleet: fleets.Fleet
+    public: np.ndarray | None = None  # images of the public set
 
     def federation(
         self, device: torch.device, workers: int, engine: str = "auto", say: Say = print
     ) -> tuple[Federation, Store]:
         learn, test = stores(self.dataset, self.partition, device)
+        learn = with_public(learn, self.public)
         runs = make_engine(device, workers, engine, self.config.precision, say)
         return Federation(self.job, self.method, learn, runs, self.fleet, self.config.make_fleet()), test
 
@@ -73,7 +76,8 @@ class Setup:
 def prepare(config: Config, saved: Path | None = None) -> Setup:
     """Loads the data and checks everything that can be wrong. `saved` is a run's own partition file."""
     method = config.make_method()
-    dataset = load_data(config.data.name, Path(config.data.dir) if config.data.dir else None)
+    folder = Path(config.data.dir) if config.data.dir else None
+    dataset = load_data(config.data.name, folder)
     if saved:
         partition = Partition.load(saved)
         partition.require(dataset)
@@ -92,9 +96,19 @@ def prepare(config: Config, saved: Path | None = None) -> Setup:
             require_feasible(space, device.budget, name, batch, profile, images)
         budget = device.budget.absolute(largest, batch, profile, images)
         seats.append(Seat(i, name, samples, profile, budget, rules.hard, space, batch, images))
-    job = Job(space, tuple(seats), partition.clients, config.participants, config.rounds, config.seed, config.local)
+    public = public_images(config.public, dataset, partition, folder, config.seed)
+    job = Job(
+        space,
+        tuple(seats),
+        partition.clients,
+        config.participants,
+        config.rounds,
+        config.seed,
+        config.local,
+        0 if public is None else len(public),
+    )
     method.check(job)
-    return Setup(config, method, dataset, partition, job, fleet)
+    return Setup(config, method, dataset, partition, job, fleet, public)
 
 
 def make_engine(
@@ -230,7 +244,7 @@ def _save_networks(folder: Path, setup: Setup, kept: list[Kept]) -> None:
     for net in kept:
         value = {"space": net.space.name, "arch": list(net.arch), "weights": net.weights}
         if net.space != setup.job.space:
-            value["net"] = {"name": net.space.name, **table_of(net.space, hidden=("input", "classes"))}
+            value["net"] = table_for(net.space)
         write_value(folder / f"{net.client:06d}.safetensors", value)
 
 
@@ -248,7 +262,7 @@ def read_networks(out: Path, space: Space) -> dict[int, tuple[Space, Arch, Weigh
     found: dict[int, tuple[Space, Arch, Weights]] = {}
     for path in sorted((out / "nets").glob("*.safetensors")):
         value = read_value(path)
-        own = Config(net=value["net"]).make_space(space.input, space.classes) if "net" in value else space
+        own = net_of(value["net"], space.input, space.classes) if "net" in value else space
         found[int(path.stem)] = own, tuple(value["arch"]), value["weights"]
     if not found:
         raise UserError(f"{out} holds no networks: they are saved when a run ends. 'fedtailor resume {out}' goes on.")
