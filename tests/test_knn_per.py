@@ -46,8 +46,8 @@ def test_lambda_is_chosen_on_val() -> None:
     # a network that is wrong about both of client 0's images, and whose neighbours are right: lambda is large
     federation = by_hand(KnnPer(grid=10), [[(255, 0), (0, 1)]], PLAIN)
     wrong = kept(federation, at(federation, three(1, -1, 1)), 0)
-    # pixel 1: near 0.731 for label 0, network 0.119: right once lambda * 0.731 + (1 - lambda) * 0.119 > 0.5, from 0.7 on
-    # (pixel 0 is a tie of the network, decided by any neighbour): 0.7 .. 1 are equally good, the upper middle is 0.9
+    # pixel 1: neighbours give label 0 0.731 and the network 0.119, so lambda * 0.731 + (1 - lambda) * 0.119 > 0.5 from
+    # 0.7 on (of pixel 0 the network knows nothing, any neighbour decides): of 0.7 .. 1 the upper middle is 0.9
     assert float(wrong.lamda) == pytest.approx(0.9)  # type: ignore[arg-type]
     # neighbours that agree with the network leave every lambda equal: the middle
     other = by_hand(KnnPer(grid=10), [[(255, 0), (255, 0)]], PLAIN)

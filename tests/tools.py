@@ -53,10 +53,9 @@ class _Biased(nn.Module):
         return self.head(x.flatten(1))
 
 
+@register("net", "biased")
 @dataclass(frozen=True)
 class Biased(FixedNet):
-    name = "biased"
-
     def module(self) -> nn.Module:
         return _Biased()
 

@@ -101,7 +101,11 @@ class Client:
     @property
     def initial(self) -> Weights:
         """The weights that the server's network started from, which every client can make for itself."""
-        return self._engine.initial(self.space, self.seed)
+        return self.initial_of(self.space)
+
+    def initial_of(self, space: Space) -> Weights:
+        """The same for a network of the client's own."""
+        return self._engine.initial(space, self.seed)
 
     # jobs -------------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,10 @@
 
 A job says what to compute, never how: `Fit` trains a network the ordinary way and `Loop` runs a step of the method's
 own, both over batches and returning the mean loss; `Score` returns an accuracy and `Predict` the outputs themselves;
-`Recalibrate` re-estimates normalisation statistics. A loop's step is a closure that updates its tensors in place and returns a loss tensor, so
-that an engine may run it eagerly or capture it once and replay it: it must make no choice in Python that changes from
-call to call. A fit is plain data, so that an engine may run many of them as one; a loss given to it obeys the same
-rule.
+`Recalibrate` re-estimates normalisation statistics. A loop's step is a closure that updates its tensors in place and
+returns a loss tensor, so that an engine may run it eagerly or capture it once and replay it: it must make no choice in
+Python that changes from call to call. A fit is plain data, so that an engine may run many of them as one; a loss given
+to it obeys the same rule.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class LocalEngine:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._template = lru_cache(maxsize=64)(self._make)
-        self._initial = lru_cache(maxsize=2)(self._make_initial)
+        self._initial = lru_cache(maxsize=8)(self._make_initial)
 
     def network(self, space: Space, arch: Arch) -> nn.Module:
         """A network of the arch on this engine's device; its weights are to be overwritten."""

@@ -53,13 +53,13 @@ class KNN(FixedNet):
     """Any network with a memory of examples beside it: what kNN-Per's clients keep"""
 
     net: dict[str, Any] = field(default_factory=lambda: {"name": "cnn"}, hash=False)  # the [net] table of the network
-    size: int = 100  # examples in the memory
+    examples: int = 100  # examples in the memory
     neighbours: int = 10  # k
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        at_least(self.name, 1, size=self.size, neighbours=self.neighbours)
+        at_least(self.name, 1, examples=self.examples, neighbours=self.neighbours)
 
     def module(self) -> nn.Module:
         net = net_of(self.net, self.input, self.classes).build(())
-        return _KNN(net, self.size, self.neighbours, self.scale)
+        return _KNN(net, self.examples, self.neighbours, self.scale)
