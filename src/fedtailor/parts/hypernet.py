@@ -11,16 +11,21 @@ scale, so that what is generated first is a network like that of any other metho
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from ..engine.client import Client
 from ..errors import UserError
+from ..method import Job, Method, Reply, Seat, Server, Task
+from ..options import AtLeastOne, Count, Fraction, NonNegative, Positive
 from ..seeds import torch_seed
 from ..spaces.base import Weights
+from ..spaces.measure import tensors_of
 
 EMBEDDINGS = "embeddings"
 LARGEST = 2_000_000_000  # entries of a hypernetwork: 8 GB, and as much again for momenta
@@ -92,4 +97,80 @@ def only_embeddings(slopes: Weights, clients: Sequence[int]) -> Weights:
     return {EMBEDDINGS: rows}
 
 
-zeros = partial(torch.utils._pytree.tree_map, torch.zeros_like)
+@dataclass(frozen=True)
+class Generated(Method):
+    """The server's half of a method whose clients' tensors, or some of them, come from a hypernetwork."""
+
+    embedding: Count = 0  # length of e_i; 0: 1 + a quarter of the clients
+    hidden: AtLeastOne = 100  # units of a hidden layer
+    layers: AtLeastOne = 3  # hidden layers
+    lr: Positive = 0.01  # of the server's SGD
+    momentum: Fraction = 0.9
+    decay: NonNegative = 1e-3
+    clip: NonNegative = 0.0  # largest norm of the server's gradient; 0: no limit
+    onboard_rounds: Count = 20  # in which clients that join later learn an embedding
+
+    @abstractmethod
+    def makes(self, name: str) -> bool:
+        """Whether the hypernetwork makes the tensor."""
+
+    def hypernet(self, job: Job) -> Server:
+        """A server with phi and its momenta, before round 1."""
+        first = {n: t for n, t in job.space.new_weights(job.seed).items() if self.makes(n)}
+        width = self.embedding or 1 + job.clients // 4
+        phi = new_hypernet(first, len(job.seats), width, self.hidden, self.layers, job.seed)
+        return Server(job, phi=phi, momenta={n: torch.zeros_like(t) for n, t in phi.items()})
+
+    @torch.no_grad()
+    def made(self, server: Server, client: Seat) -> Weights:
+        """theta_i."""
+        shapes = {n: s for n, s in server.space.full_shapes.items() if self.makes(n)}
+        return generate(server.phi, client.id, shapes)
+
+    def change(self, task: Task, net: nn.Module) -> Weights:
+        """theta_i - theta~_i, what a client sends of the tensors that were made for it."""
+        trained = tensors_of(net)
+        return {n: t - trained[n].detach() for n, t in task.weights.items() if self.makes(n)}
+
+    def masses(self, replies: Sequence[Reply]) -> list[float]:
+        """What each reply counts; together 1."""
+        return [1 / len(replies)] * len(replies)
+
+    def learn(self, server: Server, replies: Sequence[Reply], joining: bool = False) -> Server:
+        """One step of the hypernetwork and the embeddings, or of the embeddings of clients that join."""
+        changes = [(r.client, r.extra, m) for r, m in zip(replies, self.masses(replies), strict=True)]
+        slopes = gradient(server.phi, changes)
+        if joining:
+            slopes = only_embeddings(slopes, [r.client for r in replies])
+        phi, momenta = descend(
+            server.phi,
+            server.momenta,
+            slopes,
+            lr=self.lr,
+            momentum=self.momentum,
+            decay=self.decay,
+            clip=self.clip,
+        )
+        return server.replace(phi=phi, momenta=momenta)
+
+    def onboarding(self) -> tuple[Method, int]:
+        return Joining(self), self.onboard_rounds
+
+
+@dataclass(frozen=True)
+class Joining(Method):
+    """How clients join a hypernetwork: it stays as it is, and only their embeddings learn."""
+
+    method: Generated
+
+    def start(self, job: Job) -> Server:
+        return self.method.start(job)
+
+    def ask(self, server: Server, client: Seat) -> Task:
+        return self.method.ask(server, client)
+
+    async def work(self, task: Task, client: Client) -> Reply:
+        return await self.method.work(task, client)
+
+    def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
+        return self.method.learn(server, replies, joining=True)
