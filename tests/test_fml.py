@@ -12,8 +12,8 @@ import torch
 from fedtailor.config import Local
 from fedtailor.errors import UserError
 from fedtailor.fleet.fleet import FleetConfig
+from fedtailor.kit.distil import divergence
 from fedtailor.methods.fml import FML
-from fedtailor.parts.distil import divergence
 from fedtailor.runs.execute import open_space, read_networks, start
 from tools import Three, by_hand, kept, numbers, one_round, personal, small_config, three
 

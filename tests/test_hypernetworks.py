@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from fedtailor.config import Local
 from fedtailor.errors import UserError
 from fedtailor.evaluate import onboard
+from fedtailor.kit.hypernet import descend, generate, gradient, new_hypernet
 from fedtailor.methods.fedtp import FedTP
 from fedtailor.methods.pfedhn import PFedHN
 from fedtailor.nets.base import FixedNet
-from fedtailor.parts.hypernet import descend, generate, gradient, new_hypernet
 from fedtailor.spaces.base import Weights
 from tools import by_hand, numbers, one_round, personal, three
 

@@ -100,6 +100,7 @@ class Config:
     evaluate_every: Count = 0  # rounds between evaluations on val; 0 = about ten times in the run
     checkpoint_every: Count = 0  # rounds between checkpoints; 0 = about ten times in the run
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of training on a GPU; fp32 is the reference
+    archs: str = ""  # given to the clients: "widest", "random" or a run's folder; "": the [net], or what a search finds
     method: dict[str, Any] = field(default_factory=lambda: {"name": "fedavg"})
     space: dict[str, Any] = field(default_factory=dict)
     net: dict[str, Any] = field(default_factory=dict)
@@ -210,6 +211,8 @@ def resolve(config: Config) -> Config:
     method = config.make_method()
     if not config.net and not config.space:
         config = dataclasses.replace(config, net={"name": "cnn"})
+    if config.archs:
+        return _given_archs(config, method)
     if method.needs == "space" and not config.space:
         raise UserError(
             f"method.name = '{config.method['name']}' searches among architectures, but the config has only the fixed "
@@ -218,9 +221,25 @@ def resolve(config: Config) -> Config:
     if method.needs == "net" and not config.net:
         raise UserError(
             f"method.name = '{config.method['name']}' trains one fixed network, but the config has only the search "
-            f"space '{config.space['name']}'. Give a network, for example --set net.name=cnn."
+            f"space '{config.space['name']}'. Give a network, for example --set net.name=cnn; or give every client an "
+            f"arch of the space, for example --set archs=random."
         )
-    unused = "net" if method.needs == "space" else "space"
+    return _checked(config, "net" if method.needs == "space" else "space")
+
+
+def _given_archs(config: Config, method: Method) -> Config:
+    """Archs given to clients want a space, and a method that does not choose archs itself."""
+    name, says = config.method["name"], f"archs = '{config.archs}'"
+    if method.needs == "space":
+        raise UserError(f"{says}: method.name = '{name}' chooses the archs itself. Leave 'archs' out.")
+    if method.one_network:
+        raise UserError(f"{says}: method.name = '{name}' needs the same network everywhere: {method.one_network}.")
+    if not config.space:
+        raise UserError(f"{says} gives every client an arch of a space. Name it, for example --set space.name=tiny.")
+    return _checked(config, "net")
+
+
+def _checked(config: Config, unused: str) -> Config:
     config = dataclasses.replace(config, **{unused: {}})
     config.make_partition().check(config.clients)
     config.make_fleet()

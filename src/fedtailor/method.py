@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from torch import Tensor, nn
 
+from .card import Card
+from .parts import body as body
+from .parts import head as head
 from .seeds import Key, rng_of, seed_of
 from .spaces.base import Arch, Space, Weights, paste
 
@@ -66,6 +69,7 @@ class Seat:
     space: Space
     batch: int
     images: int  # trained on in a round
+    arch: Arch = ()  # given to the client for the whole run; (): the fixed network, or whatever the method chooses
 
     def fits(self, arch: Arch) -> bool:
         """Whether the client's hard budget admits the arch."""
@@ -120,9 +124,26 @@ class Server:
         """A generator of this round's own for the purpose (and the client, if given)."""
         return rng_of(self.job.seed, purpose, self.round, *key)
 
-    def paste(self, replies: Sequence[Reply], keys: Sequence[str] | None = None) -> Weights:
-        """`weights` with the replies averaged in, entry by entry, over the clients that own the entry."""
-        return paste(self.space, self.weights, [(r.weights, r.arch, float(r.samples)) for r in replies], keys)
+    def paste(self, replies: Sequence[Reply], keys: Sequence[str] | None = None, plain: bool = False) -> Weights:
+        """`weights` with the replies averaged in, entry by entry, over the clients that own the entry.
+
+        Clients count by their samples, or, where `plain`, all the same.
+        """
+        parts = [(r.weights, r.arch, 1.0 if plain else float(r.samples)) for r in replies]
+        return paste(self.space, self.weights, parts, keys)
+
+    def task(self, client: Seat, **extra: Weights) -> Task:
+        """The server's weights for a client: all of them, or cut for the arch that it was given; so is `extra`."""
+        found: dict[str, Tensor] = {}
+        for name, weights in extra.items():
+            found |= pack(name, self.space.part(weights, client.arch))
+        return Task(self.space.part(self.weights, client.arch), client.arch, found)
+
+    def whole(self) -> Task | None:
+        """The server's weights as one network: the fixed one, or the largest; None where a space has no largest."""
+        if self.space.fixed:
+            return Task(self.weights)
+        return Task(self.weights, self.space.largest) if self.space.ordered() else None
 
 
 class Method(ABC):
@@ -131,7 +152,9 @@ class Method(ABC):
     name: ClassVar[str]
     paper: ClassVar[str] = ""  # authors, venue, algorithm
     deviations: ClassVar[tuple[str, ...]] = ()  # every departure from the paper
+    card: ClassVar[Card] = Card()  # what it sends, keeps and learns
     needs: ClassVar[Literal["net", "space"]] = "net"  # one fixed network, or choices to search among
+    one_network: ClassVar[str] = "it was written for one network"  # why clients cannot be given archs; "": they can
 
     @classmethod
     def runs_on(cls, space: type[Space]) -> bool:
@@ -178,10 +201,11 @@ class Method(ABC):
         return self, 0
 
 
-def head(name: str) -> bool:
-    """Whether a parameter belongs to the head, the last linear layer of every net and space."""
-    return name.startswith("head.")
+def pack(name: str, weights: Weights) -> dict[str, Tensor]:
+    """Named tensors under one more name, to travel in a message's `extra`."""
+    return {f"{name}:{n}": t for n, t in weights.items()}
 
 
-def body(name: str) -> bool:
-    return not head(name)
+def unpack(extra: dict[str, Tensor], name: str) -> Weights:
+    """What was packed under the name."""
+    return {n.removeprefix(f"{name}:"): t for n, t in extra.items() if n.startswith(f"{name}:")}

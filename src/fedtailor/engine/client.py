@@ -17,6 +17,7 @@ from ..data.batches import Split, Stream, steps_for
 from ..errors import UserError
 from ..method import Job as RunJob
 from ..method import Seat, Task
+from ..parts import STATISTICS
 from ..seeds import rng_of, seed_of
 from ..spaces.base import Space, Weights
 from ..spaces.measure import Cost, tensors_of
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .local import LocalEngine
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-STATISTICS = ("running_mean", "running_var")
 SCORE_BATCH = 1000
 
 
@@ -100,11 +100,11 @@ class Client:
 
     @property
     def initial(self) -> Weights:
-        """The weights that the server's network started from, which every client can make for itself."""
-        return self.initial_of(self.space)
+        """The weights that the client's network started from, which every client can make for itself."""
+        return self.space.part(self.initial_of(self.space), self.seat.arch)
 
     def initial_of(self, space: Space) -> Weights:
-        """The same for a network of the client's own."""
+        """The first weights of another space or net."""
         return self._engine.initial(space, self.seed)
 
     # jobs -------------------------------------------------------------------------------------------------------

@@ -13,14 +13,15 @@ from typing import ClassVar
 
 import torch
 
+from ..card import LOSS, Message
 from ..engine.client import Client
-from ..method import Job, Method, Reply, Seat, Server, Task
+from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..nets.darts import Mixture
 from ..options import AtLeastOne, Fraction, NonNegative, Positive
 from ..registry import register
 from ..search.dsnas import chances, dsnas_step, path_of
 from ..search.milenas import alpha_optimiser
-from ..search.mixture import averaged, begin, darts, mixture, reply_of, task_of
+from ..search.mixture import ALPHAS, averaged, begin, darts, mixture, reply_of, task_of
 from ..search.policy import most_likely
 from ..search.supernet import sub_network
 from ..spaces.base import Space
@@ -38,6 +39,14 @@ class DirectFedNAS(Method):
         "alpha starts at 0.001 times standard normal, as in DARTS; DSNAS starts near 1, which is the same distribution",
     )
     needs = "space"
+    card: ClassVar[Card] = Card(
+        shared="supernet and alpha, then one path of it",
+        policy="alpha averaged over the clients",
+        search="clients",
+        down=Message(("supernet", "sub-network"), ALPHAS),
+        up=Message(("supernet", "sub-network"), ALPHAS, LOSS),
+        holds={"weights": "the supernet", "alpha": "architecture parameters"},
+    )
 
     search_share: Fraction = 1 / 3  # of the rounds: DSNAS searches for 80 of 240 epochs; then the child trains alone
     alpha_lr: Positive = 1e-3  # of Adam

@@ -8,14 +8,16 @@ Fine-tuning: the client trains the last server weights on its own data and keeps
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import nn
 
+from ..card import LOSS, Message
 from ..engine.client import Client
-from ..method import Job, Method, Reply, Seat, Server, Task, head
+from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import Fraction, NonNegative
+from ..parts import head
 from ..registry import register
 
 
@@ -26,29 +28,45 @@ class FedAvg(Method):
 
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017, Algorithm 1"
     deviations: ClassVar[tuple[str, ...]] = ("batches are always full (shuffles joined end to end)",)
+    card: ClassVar[Card] = Card(
+        shared="whole network",
+        policy="average by samples",
+        handles=(),
+        down=Message("network"),
+        up=Message("network", facts=LOSS),
+        holds={"weights": "the network w"},
+    )
+    one_network: ClassVar[str] = ""
 
     def start(self, job: Job) -> Server:
         return Server(job, weights=job.space.new_weights(job.seed))
 
     def ask(self, server: Server, client: Seat) -> Task:
-        return Task(server.weights)
+        return server.task(client)
 
     async def work(self, task: Task, client: Client) -> Reply:
         net = client.build(task)
         loss = await client.fit(net)
-        return Reply(client.take(net), facts={"loss": loss})
+        return Reply(client.take(net), task.arch, facts={"loss": loss})
 
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
         return server.replace(weights=server.paste(replies))
 
-    def shared(self, server: Server) -> Task:
-        return Task(server.weights)
+    def shared(self, server: Server) -> Task | None:
+        return server.whole()
 
 
 @register("method", "fedavg-ft")
 @dataclass(frozen=True)
 class FedAvgFineTune(FedAvg):
     """FedAvg, then every client fine-tunes the result on its own data: the baseline to beat."""
+
+    card: ClassVar[Card] = replace(
+        FedAvg.card,
+        personal="whole network, tuned",
+        policy="fine-tuning after the last round",
+        handles=("statistical",),
+    )
 
     epochs: NonNegative = 10.0  # of fine-tuning
     lr: NonNegative = 0.0  # 0: a tenth of local.lr

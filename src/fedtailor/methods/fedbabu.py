@@ -11,10 +11,13 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from ..card import LOSS, Message
 from ..engine.client import Client
-from ..method import Job, Method, Reply, Seat, Server, Task, body, head
+from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
+from ..parts import layers, require_part, rest
 from ..registry import register
+from ..split import start_shared, whole
 
 
 @register("method", "fedbabu")
@@ -22,32 +25,43 @@ from ..registry import register
 class FedBABU(Method):
     paper: ClassVar[str] = "Oh, Kim & Yun, ICLR 2022, Algorithm 1"
     deviations: ClassVar[tuple[str, ...]] = ("bodies are averaged by samples; the authors' code averages plainly",)
+    card: ClassVar[Card] = Card(
+        shared="body",
+        personal="whole network, tuned",
+        policy="fixed split by layers; fine-tuning after the last round",
+        down=Message("body"),
+        up=Message("body", facts=LOSS),
+        holds={"weights": "the body"},
+    )
+    one_network: ClassVar[str] = ""
 
+    head: tuple[str, ...] = ("head",)  # the layers of the head; the body is the rest
     epochs: NonNegative = 5.0  # of fine-tuning at the end
     lr: NonNegative = 0.0  # of fine-tuning; 0: a tenth of local.lr
     part: Literal["all", "head"] = "all"  # what is fine-tuned
 
+    def check(self, job: Job) -> None:
+        require_part(job.space, layers(*self.head), f"method.head = {list(self.head)}")
+
     def start(self, job: Job) -> Server:
-        weights = job.space.new_weights(job.seed)
-        return Server(job, weights={n: t for n, t in weights.items() if body(n)})
+        return start_shared(job, rest(layers(*self.head)))
 
     def ask(self, server: Server, client: Seat) -> Task:
-        return Task(server.weights)
+        return server.task(client)
 
     async def work(self, task: Task, client: Client) -> Reply:
-        net = self._whole(task, client)
+        head = layers(*self.head)
+        net, body = whole(task, client, "", head), rest(head)
         loss = await client.fit(net, only=body)  # the head's learning rate is 0
-        return Reply(client.take(net, only=body), facts={"loss": loss})
+        return Reply(client.take(net, only=body), task.arch, facts={"loss": loss})
 
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
         return server.replace(weights=server.paste(replies))
 
     async def personal(self, task: Task, client: Client) -> nn.Module:
-        net = self._whole(task, client)
+        head = layers(*self.head)
+        net = whole(task, client, "", head)
         if self.epochs:
             lr = self.lr or client.local.lr / 10
             await client.fit(net, epochs=self.epochs, lr=lr, only=head if self.part == "head" else None)
         return net
-
-    def _whole(self, task: Task, client: Client) -> nn.Module:
-        return client.build(Task(task.weights | {n: t for n, t in client.initial.items() if head(n)}))

@@ -10,16 +10,17 @@ The authors call the whole APFL. The adaptive mixing of Deng et al., which has t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor, nn
 
+from ..card import Message
 from ..data.batches import steps_for
 from ..engine.client import SCORE_BATCH, Client
 from ..errors import UserError
-from ..method import Job, Reply, Seat, Server, Task
+from ..method import Card, Job, Reply, Seat, Server, Task
 from ..options import Fraction
 from ..registry import register
 from ..search.partial import learnt, part_of, without_statistics
@@ -44,6 +45,18 @@ class FedCS(FedUniform):
         "candidates are judged with batch statistics of the images they are judged on; the paper does not say",
         "layers tied by shortcuts are cut together; equal accuracies are decided by the larger saving",
         "what a cut is undone by is the old arch itself, not the inverse of the rounding",
+    )
+    card: ClassVar[Card] = replace(
+        FedUniform.card,
+        policy="channels pruned to the budget by accuracy on train",
+        search="clients",
+        down=Message(
+            "learnt sub-network",
+            {"*": "the supernet as warm-up left it, for a client that has not pruned yet"},
+            {"warm-up": "whether the supernet is still being warmed up"},
+        ),
+        keeps=FedUniform.card.keeps | {"arch": "what pruning found"},
+        holds=FedUniform.card.holds | {"warm": "the supernet as warm-up left it"},
     )
 
     warm_up: Fraction = 0.3  # share of the rounds

@@ -15,14 +15,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
+from ..card import LOSS, Message
 from ..engine.client import Client
 from ..errors import UserError
-from ..method import Job, Method, Reply, Seat, Server, Task
+from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..nets.darts import DartsCell, Mixture
 from ..options import Count, Fraction, NonNegative, Positive
 from ..registry import register
 from ..search.milenas import PASSES, alpha_optimiser, cosine, milenas_step
-from ..search.mixture import averaged, begin, darts, mixture, reply_of, require_room, task_of
+from ..search.mixture import ALPHAS, averaged, begin, darts, mixture, reply_of, require_room, task_of
 from ..spaces.base import Space, Weights, paste
 from ..spaces.darts import Darts, Keep
 
@@ -79,6 +80,19 @@ class LocalSearch(Method):
 @register("method", "fednas")
 @dataclass(frozen=True)
 class FedNAS(LocalSearch):
+    card: ClassVar[Card] = Card(
+        shared="supernet and alpha, then one network",
+        policy="alpha averaged over the clients",
+        search="clients",
+        down=Message(("supernet", "network"), ALPHAS, {"genotype": "of the network of the second stage"}),
+        up=Message(("supernet", "network"), ALPHAS, LOSS),
+        holds={
+            "weights": "the supernet, then the network",
+            "alpha": "architecture parameters",
+            "keep": "the genotype, once the search is over",
+        },
+    )
+
     search_share: Fraction = 0.5  # of the rounds; the rest is the evaluation stage
     search_rounds: Count = 0  # the same as a number; 0: by search_share
     stage: Literal["both", "search"] = "both"  # "search": the result is the supernet, weighed by alpha

@@ -14,11 +14,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
+from ..card import LOSS, Message
 from ..engine.client import Client
-from ..method import Job, Reply, Seat, Server, Task
+from ..method import Card, Job, Reply, Seat, Server, Task
 from ..options import NonNegative
 from ..registry import register
-from ..search.mixture import averaged, begin, darts, mixture, reply_of, task_of
+from ..search.mixture import ALPHAS, averaged, begin, darts, mixture, reply_of, task_of
 from ..search.policy import most_likely
 from ..spaces.base import Arch
 from ..spaces.darts import Gates
@@ -32,6 +33,16 @@ class FedNASPersonal(LocalSearch):
     deviations: ClassVar[tuple[str, ...]] = (
         *LocalSearch.deviations,
         "the paper does not say how long clients adapt: local.epochs, unless method.epochs is given",
+    )
+    card: ClassVar[Card] = Card(
+        shared="supernet and alpha",
+        personal="both, adapted",
+        policy="alpha averaged over the clients, then adapted by each",
+        search="clients",
+        handles=("statistical", "model"),
+        down=Message("supernet", ALPHAS),
+        up=Message("supernet", ALPHAS, LOSS),
+        holds={"weights": "the supernet", "alpha": "architecture parameters"},
     )
 
     epochs: NonNegative = 0.0  # of adaptation; 0: local.epochs

@@ -13,8 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..card import LOSS, Message
 from ..engine.client import Client
-from ..method import Job, Reply, Seat, Server, Task
+from ..method import Card, Job, Reply, Seat, Server, Task
 from ..options import Count
 from ..registry import register
 from ..search.perturbation import (
@@ -47,6 +48,14 @@ class GlobalPerturbation(FedAvg):
         "weights of the operations that are left are kept, as in SPIDER, not trained from scratch",
     )
     needs = "space"
+    card: ClassVar[Card] = Card(
+        shared="supernet, pruned to one network",
+        policy="operations pruned by accuracy on val, averaged over the clients",
+        search="server and clients",
+        down=Message("sub-network", {"candidates": "sub-networks to score"}, {"over": "whether the search is over"}),
+        up=Message("sub-network", {"accuracies": "of the candidates"}, LOSS),
+        holds={"weights": "the supernet", "search": "what is left and what is undecided"},
+    )
 
     warm_up: Count = 0  # t_s, rounds before the search; 0: 30 in 1000
     tau: Count = 0  # recovery period, rounds between two decisions; 0: 20 in 1000

@@ -14,8 +14,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from ..card import LOSS, Message
 from ..engine.client import Client
-from ..method import Job, Method, Reply, Seat, Server, Task
+from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
 from ..registry import register
 from ..search.partial import build_own, part_of, take_learnt, without_statistics
@@ -34,6 +35,16 @@ class FedPA(Method):
         "statistics stay at the client under every local.bn; before its first round it estimates them on its images",
     )
     needs = "space"
+    card: ClassVar[Card] = Card(
+        shared="supernet without statistics",
+        personal="architecture, the weights cut for it, statistics",
+        policy="drawn at random before the first round",
+        handles=("statistical", "system", "model"),
+        down=Message("learnt sub-network"),
+        up=Message("learnt sub-network", facts=LOSS),
+        keeps={"statistics": "of the client's normalisation layers"},
+        holds={"weights": "the supernet", "archs": "every client's arch"},
+    )
 
     final_epochs: NonNegative = 0.0  # on its own data before a client keeps its network; none in the paper
 

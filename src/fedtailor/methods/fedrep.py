@@ -8,10 +8,13 @@ from typing import ClassVar
 
 from torch import nn
 
+from ..card import LOSS, Message
 from ..engine.client import Client
-from ..method import Job, Method, Reply, Seat, Server, Task, body, head
+from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
+from ..parts import choose, layers, require_part, rest
 from ..registry import register
+from ..split import start_shared, whole
 
 
 @register("method", "fedrep")
@@ -22,35 +25,45 @@ class FedRep(Method):
         "head and body share local.epochs half and half unless given, so that a round costs what other methods' cost",
         "every client starts from the same random head",
     )
+    card: ClassVar[Card] = Card(
+        shared="body",
+        personal="head",
+        policy="fixed split by layers",
+        down=Message("body"),
+        up=Message("body", facts=LOSS),
+        keeps={"head": "the client's head h_i"},
+        holds={"weights": "the body phi"},
+    )
+    one_network: ClassVar[str] = ""
 
+    head: tuple[str, ...] = ("head",)  # h, the layers of the head; the body phi is the rest
     head_epochs: NonNegative = 0.0  # tau; 0: half of local.epochs
     body_epochs: NonNegative = 0.0  # 0: half of local.epochs
     final_epochs: NonNegative = 10.0  # of the head, once, after the last round
 
+    def check(self, job: Job) -> None:
+        require_part(job.space, layers(*self.head), f"method.head = {list(self.head)}")
+
     def start(self, job: Job) -> Server:
-        weights = job.space.new_weights(job.seed)
-        return Server(job, weights={n: t for n, t in weights.items() if body(n)})
+        return start_shared(job, rest(layers(*self.head)))
 
     def ask(self, server: Server, client: Seat) -> Task:
-        return Task(server.weights)
+        return server.task(client)
 
     async def work(self, task: Task, client: Client) -> Reply:
-        net = self._whole(task, client)
-        half = client.local.epochs / 2
+        head = layers(*self.head)
+        net, half, body = whole(task, client, "head", head), client.local.epochs / 2, rest(head)
         await client.fit(net, epochs=self.head_epochs or half, only=head)  # lines 7-9: tau updates of the head
         loss = await client.fit(net, epochs=self.body_epochs or half, only=body)  # line 10: the representation
-        client.memory["head"] = client.take(net, only=head)
-        return Reply(client.take(net, only=body), facts={"loss": loss})
+        client.memory["head"] = choose(client.copy(net), head)
+        return Reply(client.take(net, only=body), task.arch, facts={"loss": loss})
 
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
         return server.replace(weights=server.paste(replies))  # line 14
 
     async def personal(self, task: Task, client: Client) -> nn.Module:
-        net = self._whole(task, client)
+        head = layers(*self.head)
+        net = whole(task, client, "head", head)
         if self.final_epochs:
             await client.fit(net, epochs=self.final_epochs, only=head)
         return net
-
-    def _whole(self, task: Task, client: Client) -> nn.Module:
-        first = {n: t for n, t in client.initial.items() if head(n)}
-        return client.build(Task(task.weights | client.memory.get("head", first)))

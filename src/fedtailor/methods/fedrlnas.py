@@ -15,9 +15,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
+from ..card import LOSS, Message
 from ..engine.client import Client
 from ..errors import UserError
-from ..method import Job, Method, Reply, Seat, Server, Task
+from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import Fraction, Positive
 from ..registry import register
 from ..search.ascent import ascend, no_moments
@@ -40,6 +41,22 @@ class FedRLNAS(Method):
         "the baseline moves after the rewards are formed, and slowly",
     )
     needs = "space"
+    card: ClassVar[Card] = Card(
+        shared="supernet, then one network",
+        personal="weights, tuned",
+        policy="one policy for all clients, learnt by REINFORCE",
+        search="server",
+        down=Message("sub-network"),
+        up=Message("sub-network", facts=LOSS | {"accuracy": "on val", "refused": "the arch does not fit the device"}),
+        holds={
+            "weights": "the supernet, then the network",
+            "fresh": "what the network is trained from",
+            "alpha": "the policy",
+            "moments": "of its optimiser",
+            "baseline": "moving average of accuracies",
+            "arch": "of the network",
+        },
+    )
 
     warmup: Fraction = 0.2  # share of the rounds in phase 1
     search: Fraction = 0.4  # share of the rounds in phase 2; the rest is phase 3

@@ -6,10 +6,10 @@ were trained equally often, also those that no client is wide enough for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ..method import Server
+from ..method import Card, Server
 from ..options import AtLeastOne
 from ..registry import register
 from ..search.rolling import Places, window
@@ -25,6 +25,7 @@ class FedRolex(HeteroFL):
         *HeteroFL.deviations,
         "blocks and kernels do not roll: a shallower network has the first blocks, a smaller kernel is the centre",
     )
+    card: ClassVar[Card] = replace(HeteroFL.card, policy="a window of the budget's width that rolls over the channels")
 
     needed: ClassVar[str] = (
         "its windows slide over channels, which must be narrowed from small to large and not be grouped into attention "

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..card import LOSS, Message
 from ..engine.client import Client
 from ..errors import UserError
-from ..method import Job, Reply, Seat, Server, Task
+from ..kit.hypernet import HOLDS, Generated
+from ..method import Card, Job, Reply, Seat, Server, Task
 from ..nets.vit import ViT
 from ..options import AtLeastOne, Count
-from ..parts.hypernet import Generated
 from ..registry import register
 from ..spaces.base import Space
 
@@ -33,6 +34,15 @@ class FedTP(Generated):
     deviations: ClassVar[tuple[str, ...]] = (
         "generated projections start near the ordinary first weights, in place of a hypernetwork drawn at random",
         "clients that join learn an embedding, the shared parameters stay as they are",
+    )
+
+    card: ClassVar[Card] = Card(
+        shared="all but the attention's projections; a hypernetwork at the server",
+        personal="projections to queries, keys and values, generated",
+        policy="an embedding per client, learnt",
+        down=Message("network"),
+        up=Message("network", {"*.attention.*": "how far training moved each projection"}, LOSS),
+        holds={"weights": "the shared parameters xi"} | HOLDS,
     )
 
     embedding: Count = 128  # length of e_i

@@ -6,12 +6,13 @@ clients take the one width that everybody can afford, which makes partial aggreg
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ..card import LOSS, Message
 from ..engine.client import Client
 from ..errors import UserError
-from ..method import Job, Reply, Seat, Server, Task
+from ..method import Card, Job, Reply, Seat, Server, Task
 from ..options import Fraction
 from ..registry import register
 from ..search.supernet import affords
@@ -28,6 +29,7 @@ class FedUniform(FedPA):
         *FedPA.deviations,
         "widths are multiples of 0.05; in spaces without a width multiplier all dimensions narrow in step",
     )
+    card: ClassVar[Card] = replace(FedPA.card, policy="the widest uniform network that fits the budget")
 
     needed: ClassVar[str] = (
         "its networks are narrowed, so options must go from small to large. Use mobilenetv2 (as Luo et al.), "
@@ -52,6 +54,16 @@ class FedUniform(FedPA):
 class FedAvgUniform(FedUniform):
     paper: ClassVar[str] = "Luo et al., NFFL workshop at NeurIPS 2021, section 5.2 (FedAvg with MobileNetV2 x0.5)"
     deviations: ClassVar[tuple[str, ...]] = ("in spaces without a width multiplier all dimensions narrow in step",)
+    card: ClassVar[Card] = replace(
+        FedPA.card,
+        shared="one narrow network",
+        personal="none",
+        policy="one width for everybody",
+        handles=("system",),
+        down=Message("sub-network"),
+        up=Message("sub-network", facts=LOSS),
+        keeps={},
+    )
 
     width: Fraction = 0.5  # of everybody's network
 

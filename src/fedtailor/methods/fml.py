@@ -9,17 +9,17 @@ client both learn from the labels and from each other, on the same batches:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from ..engine.client import Client
 from ..engine.steps import objective
-from ..method import Job, Reply, Task
+from ..kit.distil import divergence
+from ..kit.private import Tables, own_net, require_own
+from ..method import Card, Job, Reply, Task
 from ..options import Fraction
-from ..parts.distil import divergence
-from ..parts.private import Tables, private_net, require_private
 from ..registry import register
 from .fedavg import FedAvg
 
@@ -34,17 +34,27 @@ class FML(FedAvg):
         "a client that was never called learns with the last proxy once, at the end",
     )
 
+    card: ClassVar[Card] = replace(
+        FedAvg.card,
+        shared="a proxy network",
+        personal="a private network of any kind",
+        policy="mutual distillation of private network and proxy",
+        handles=("statistical", "system", "model"),
+        keeps={"v": "the private network"},
+        holds={"weights": "the proxy g"},
+    )
+
     alpha: Fraction = 0.5  # share of the labels in the private network's loss; the rest is the proxy's
     beta: Fraction = 0.5  # share of the labels in the proxy's loss; the rest is the private network's
     private: Tables = ()  # [net] tables of the private networks, dealt out; none: the run's net, which the proxy is
 
     def check(self, job: Job) -> None:
-        require_private(self.private, job)
+        require_own(self.private, job)
 
     async def work(self, task: Task, client: Client) -> Reply:
         proxy, private, loss = await self._learn(task, client)
         client.memory["v"] = client.copy(private)
-        return Reply(client.take(proxy), facts={"loss": loss})
+        return Reply(client.take(proxy), task.arch, facts={"loss": loss})
 
     async def personal(self, task: Task, client: Client) -> nn.Module:
         if "v" in client.memory:
@@ -52,8 +62,7 @@ class FML(FedAvg):
         return (await self._learn(task, client))[1]
 
     def _own(self, client: Client) -> nn.Module:
-        space = private_net(self.private, client.seat)
-        return client.build(Task(client.memory.get("v") or client.initial_of(space)), space)
+        return own_net(self.private, client.seat).build(client, client.memory.get("v"))
 
     async def _learn(self, task: Task, client: Client) -> tuple[nn.Module, nn.Module, float]:
         """Lines 6-9: proxy and private network, after a round of learning from each other."""

@@ -8,15 +8,16 @@ which set the logits of the others to zero. Normalisation has no running statist
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ..card import LOSS, Message
 from ..engine.client import Client, Loss
 from ..engine.steps import objective
-from ..method import Reply, Seat, Server, Task, head
+from ..method import Card, Reply, Seat, Server, Task, head
 from ..registry import register
 from ..search.partial import learnt
 from ..search.rolling import Places, average_at, cut_at, window
@@ -32,6 +33,12 @@ class HeteroFL(FedUniform):
         "a client's width is the widest that its budget admits, not one of 1, 1/2, 1/4, 1/8 and 1/16",
         "no scaler: all convolutions here are followed by a normalisation, which divides it out again",
         "statistics are estimated by each client on its own training images before a network is used, not by all",
+    )
+    card: ClassVar[Card] = replace(
+        FedUniform.card,
+        personal="architecture, the weights cut for it, which classes it knows",
+        up=Message("learnt sub-network", {"classes": "which classes the client has"}, LOSS),
+        keeps={},
     )
 
     mask: bool = True  # whether a client's absent classes have logits of zero and no part in the head's average

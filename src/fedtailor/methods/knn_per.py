@@ -6,15 +6,15 @@ p(y | x) = lambda_i * p_knn(y | x) + (1 - lambda_i) * p_w(y | x), with lambda_i 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.client import Client
-from ..method import Task, head
-from ..nets.base import features, table_for
+from ..method import Card, Task, head
+from ..nets.base import features, recipe
 from ..nets.knn import KNN
 from ..options import AtLeastOne, Fraction, Positive
 from ..registry import register
@@ -30,6 +30,13 @@ class KnnPer(FedAvg):
         "of several lambda that are equally good on val, the middle one is taken",
     )
 
+    card: ClassVar[Card] = replace(
+        FedAvg.card,
+        personal="a memory of its own examples beside the shared network",
+        policy="lambda_i between both predictions, chosen on val",
+        handles=("statistical",),
+    )
+
     neighbours: AtLeastOne = 10  # k
     scale: Positive = 1.0  # of the kernel exp(-d^2 / (D * scale)), with D the number of features
     lamda: Fraction | None = None  # lambda_i of every client; None: each chooses its own on val (0.5 where it has none)
@@ -39,9 +46,8 @@ class KnnPer(FedAvg):
         net = client.build(task)
         keys = await client.predict(features(net), on="train")
         labels = client.labels("train")
-        space = KNN(
-            client.space.input, client.space.classes, table_for(client.space), len(keys), self.neighbours, self.scale
-        )
+        of = recipe(client.space, task.arch)
+        space = KNN(client.space.input, client.space.classes, of, len(keys), self.neighbours, self.scale)
         weights = {n if head(n) else f"body.{n}": t for n, t in client.copy(net).items()}
         store = {"keys": keys, "labels": labels, "lamda": keys.new_tensor(self.lamda or 0.0)}
         kept = client.build(Task(weights | store), space)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from ..method import Job
+from ..method import Card, Job
 from ..registry import register
 from ..search.supernet import affords
 from ..spaces.base import Arch, Space
@@ -19,6 +19,7 @@ ENUMERABLE = 20_000  # archs that are compared one by one; above that the greedy
 @dataclass(frozen=True)
 class LargestFit(RandomArch):
     paper: ClassVar[str] = "control for the searches: the largest arch that fits"
+    card: ClassVar[Card] = replace(RandomArch.card, policy="the largest that fits the budget")
 
     measure: Literal["flops", "parameters"] = "flops"  # what makes an arch large
 

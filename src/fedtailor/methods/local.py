@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import nn
 
 from ..engine.client import Client
-from ..method import Job, Method, Reply, Seat, Server, Task
+from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
 from ..registry import register
 from ..spaces.base import Weights
@@ -22,6 +22,10 @@ from ..spaces.base import Weights
 @dataclass(frozen=True)
 class Local(Method):
     paper: ClassVar[str] = "no paper: the baseline without a federation"
+    card: ClassVar[Card] = Card(
+        shared="none", personal="whole network", handles=(), keeps={"weights": "the client's network"}
+    )
+    one_network: ClassVar[str] = ""
 
     extra_epochs: NonNegative = 0.0  # trained by every client at the end, also by those that never took part
 
@@ -29,10 +33,10 @@ class Local(Method):
         return Server(job)
 
     def ask(self, server: Server, client: Seat) -> Task:
-        return Task()
+        return Task(arch=client.arch)
 
     async def work(self, task: Task, client: Client) -> Reply:
-        net = client.build(Task(self._own(client)))
+        net = client.build(Task(self._own(client), task.arch))
         loss = await client.fit(net)
         client.memory["weights"] = client.take(net)
         return Reply(facts={"loss": loss})
@@ -41,7 +45,7 @@ class Local(Method):
         return server
 
     async def personal(self, task: Task, client: Client) -> nn.Module:
-        net = client.build(Task(self._own(client)))
+        net = client.build(Task(self._own(client), task.arch))
         epochs = self.extra_epochs or (0 if "weights" in client.memory else client.local.epochs)
         if epochs:  # a client that no round has called yet trains now: its first weights know nothing
             await client.fit(net, epochs=epochs)

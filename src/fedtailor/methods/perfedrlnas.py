@@ -13,8 +13,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
+from ..card import LOSS, Message
 from ..engine.client import Client
-from ..method import Job, Method, Reply, Seat, Server, Task
+from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import Count, NonNegative, Positive
 from ..registry import register
 from ..search.ascent import ascend, no_moments
@@ -36,6 +37,21 @@ class PerFedRLNAS(Method):
         "clients that join are compared with each other, not with clients that trained",
     )
     needs = "space"
+    card: ClassVar[Card] = Card(
+        shared="supernet",
+        personal="architecture, and the weights cut for it",
+        policy="a policy per client, learnt by REINFORCE",
+        search="server",
+        handles=("statistical", "system", "model"),
+        down=Message("sub-network"),
+        up=Message("sub-network", facts=LOSS | {"accuracy": "on val", "refused": "the arch does not fit the device"}),
+        holds={
+            "weights": "the supernet",
+            "alpha": "the policy of every client",
+            "moments": "of the policies' optimiser",
+            "accuracy": "every client's latest",
+        },
+    )
 
     rewards: tuple[str, ...] = ("accuracy", "time")  # eq. 8; with "memory" eq. 9; also energy, bytes, file.py:function
     weights: dict[str, NonNegative] = field(default_factory=dict)  # of rewards, by name: `time` is lambda_time (0.001)

@@ -13,10 +13,12 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from ..engine.client import STATISTICS, Client
-from ..method import Job, Reply, Seat, Server, Task, head
+from ..card import LOSS, Message
+from ..engine.client import Client
+from ..kit.hypernet import HOLDS, Generated
+from ..method import Card, Job, Reply, Seat, Server, Task, head
 from ..options import NonNegative
-from ..parts.hypernet import Generated
+from ..parts import learnt
 from ..registry import register
 
 
@@ -32,11 +34,21 @@ class PFedHN(Generated):
         "normalisation statistics are not generated: clients estimate their own",
     )
 
+    card: ClassVar[Card] = Card(
+        shared="a hypernetwork at the server",
+        personal="whole network, generated",
+        policy="an embedding per client, learnt",
+        down=Message("network"),
+        up=Message(extra={"*": "theta_i - theta~_i, how far training moved each tensor"}, facts=LOSS),
+        keeps={"head": "the client's head, where method.head is private"},
+        holds=HOLDS,
+    )
+
     clip: NonNegative = 50.0  # largest norm of the server's gradient; local.clip is the clients'
     head: Literal["generated", "private"] = "generated"  # "private" is pFedHN-PC: the last layer stays at the client
 
     def makes(self, name: str) -> bool:
-        return not name.endswith(STATISTICS) and not (self.head == "private" and head(name))
+        return learnt(name) and not (self.head == "private" and head(name))
 
     def start(self, job: Job) -> Server:
         return self.hypernet(job)

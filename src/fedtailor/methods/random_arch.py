@@ -11,8 +11,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from ..card import LOSS, Message
 from ..engine.client import Client
-from ..method import Job, Method, Reply, Seat, Server, Task
+from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..registry import register
 from ..search.supernet import Deploy, affords, keep, require_room, sub_network, train
 from ..seeds import rng_of
@@ -24,6 +25,15 @@ from ..spaces.base import Arch
 class RandomArch(Method):
     paper: ClassVar[str] = "control for the searches: fixed archs, drawn uniformly"
     needs = "space"
+    card: ClassVar[Card] = Card(
+        shared="supernet",
+        personal="architecture, and the weights cut for it",
+        policy="drawn at random before the first round",
+        handles=("statistical", "system", "model"),
+        down=Message("sub-network"),
+        up=Message("sub-network", facts=LOSS | {"accuracy": "on val"}),
+        holds={"weights": "the supernet", "archs": "every client's arch"},
+    )
 
     deploy: Deploy = "trained"  # whether clients train local.epochs before they keep a network
 

@@ -20,9 +20,10 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from ..card import LOSS, Message
 from ..engine.client import Client
 from ..errors import UserError
-from ..method import Job, Reply, Server, Task
+from ..method import Card, Job, Reply, Server, Task
 from ..options import Count, NonNegative, Positive
 from ..registry import register
 from ..search.perturbation import Schedule, Search, accuracy, cells_of, decide, network, require_supernet, require_val
@@ -50,6 +51,17 @@ class Spider(FedAvg):
         "a client that misses rounds catches up on the search when it is back; one never called trains v_k at the end",
     )
     needs = "space"
+    card: ClassVar[Card] = Card(
+        shared="supernet",
+        personal="architecture and all of its weights",
+        policy="operations pruned by accuracy on val; pull of strength lambda towards the supernet",
+        search="clients",
+        handles=("statistical", "model"),
+        down=Message("supernet"),
+        up=Message("supernet", facts=LOSS),
+        keeps={"v": "the personal network v_k", "search": "its architecture A_k and what is still undecided"},
+        holds={"weights": "the supernet w"},
+    )
 
     lamda: NonNegative = 0.01  # lambda of eq. 4: 0 is local search without the others, inf is v_k = w_share
     searcher: Literal["perturbation", "milenas"] = "perturbation"

@@ -49,7 +49,7 @@ class OwnNet(FixedNet):
 
 
 def table_for(space: Space) -> dict[str, Any]:
-    """The [net] table that makes a fixed network again."""
+    """The [net] or [space] table that makes a fixed network or a space again."""
     options = {} if isinstance(space, OwnNet) else table_of(space, hidden=("input", "classes"))
     return {"name": space.name, **options}
 
@@ -59,6 +59,20 @@ def net_of(table: Mapping[str, Any], input: tuple[int, int, int], classes: int) 
     from ..config import Config
 
     return Config(net=dict(table)).make_space(input, classes)
+
+
+def recipe(space: Space, arch: Arch) -> dict[str, Any]:
+    """A network as a table that a config can hold: a [net], or a [space] with an arch."""
+    return {"net": table_for(space)} if space.fixed else {"space": table_for(space), "arch": list(arch)}
+
+
+def cook(made_of: Mapping[str, Any], input: tuple[int, int, int], classes: int) -> nn.Module:
+    """The network of a recipe, with fresh weights."""
+    from ..config import Config
+
+    if "net" in made_of:
+        return net_of(made_of["net"], input, classes).build(())
+    return Config(space=made_of["space"]).make_space(input, classes).build(tuple(made_of["arch"]))
 
 
 def features(net: nn.Module) -> nn.Module:

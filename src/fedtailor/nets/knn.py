@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..registry import register
-from .base import FixedNet, net_of
+from .base import FixedNet, cook
 from .blocks import at_least
 
 
@@ -52,7 +52,9 @@ class _KNN(nn.Module):
 class KNN(FixedNet):
     """Any network with a memory of examples beside it: what kNN-Per's clients keep"""
 
-    net: dict[str, Any] = field(default_factory=lambda: {"name": "cnn"}, hash=False)  # the [net] table of the network
+    of: dict[str, Any] = field(
+        default_factory=lambda: {"net": {"name": "cnn"}}, hash=False
+    )  # the network, see `recipe`
     examples: int = 100  # examples in the memory
     neighbours: int = 10  # k
     scale: float = 1.0
@@ -61,5 +63,4 @@ class KNN(FixedNet):
         at_least(self.name, 1, examples=self.examples, neighbours=self.neighbours)
 
     def module(self) -> nn.Module:
-        net = net_of(self.net, self.input, self.classes).build(())
-        return _KNN(net, self.examples, self.neighbours, self.scale)
+        return _KNN(cook(self.of, self.input, self.classes), self.examples, self.neighbours, self.scale)

@@ -36,6 +36,7 @@ from ..spaces.base import Arch, Space, Weights
 from ..values import read_value, write_bytes, write_value
 from . import checkpoint
 from .events import EventLog
+from .given import give
 
 Say = Callable[[str], None]
 
@@ -96,6 +97,8 @@ def prepare(config: Config, saved: Path | None = None) -> Setup:
             require_feasible(space, device.budget, name, batch, profile, images)
         budget = device.budget.absolute(largest, batch, profile, images)
         seats.append(Seat(i, name, samples, profile, budget, rules.hard, space, batch, images))
+    if config.archs:
+        seats = give(config.archs, seats, config.seed)
     public = public_images(config.public, dataset, partition, folder, config.seed)
     job = Job(
         space,

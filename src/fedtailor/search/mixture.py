@@ -15,6 +15,8 @@ from ..nets.darts import ALPHA, Mixture, mixture_of
 from ..spaces.base import Space, paste
 from ..spaces.darts import Darts
 
+ALPHAS = dict.fromkeys(ALPHA, "architecture parameters")  # as a card names them
+
 
 def darts(space: Space, method: str = "this method") -> Darts:
     """The space, where its supernet takes gates; else an error that names the spaces that do."""

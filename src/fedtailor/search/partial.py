@@ -6,14 +6,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..engine.client import STATISTICS, Client
+from ..engine.client import Client
 from ..method import Task
+from ..parts import learnt
 from ..spaces.base import Arch, Space, Weights
-
-
-def learnt(name: str) -> bool:
-    """Whether a tensor is trained; the others are running means and variances."""
-    return not name.endswith(STATISTICS)
 
 
 def without_statistics(weights: Weights) -> Weights:
@@ -22,7 +18,7 @@ def without_statistics(weights: Weights) -> Weights:
 
 def part_of(space: Space, weights: Weights, arch: Arch) -> Weights:
     """The arch's own copy of its entries, as `Space.cut`, of a supernet that may have no statistics."""
-    return {n: (weights[n][at] if at else weights[n]).clone() for n, at in space.index(arch).items() if n in weights}
+    return space.part(weights, arch)
 
 
 def build_own(task: Task, client: Client) -> nn.Module:

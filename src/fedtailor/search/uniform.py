@@ -13,11 +13,8 @@ STEPS = 20  # widths are multiples of 1/20, so the x.75 and x.5 of Luo et al. ar
 
 
 def ordered(space: type[Space]) -> bool:
-    """Whether archs of a space can be narrowed: its supernet is its largest arch, its options go from small to large.
-
-    Not so in `darts`, whose options are operations and whose supernet holds all of them at once.
-    """
-    return not space.fixed and space.supernet is Space.supernet and space.largest is Space.largest
+    """Whether archs of a space can be narrowed."""
+    return space.ordered()
 
 
 def uniform(space: Space, width: float) -> Arch:

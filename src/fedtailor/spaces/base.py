@@ -82,6 +82,14 @@ class Space(ABC):
         """The counted pieces of an arch by the prefix of their names. Default: the whole network as one piece."""
         return {"": self._whole(arch)}
 
+    @classmethod
+    def ordered(cls) -> bool:
+        """Whether its archs can be narrowed: its supernet is its largest arch, its options go from small to large.
+
+        Not so in `darts`, whose options are operations and whose supernet holds all of them at once.
+        """
+        return not cls.fixed and cls.supernet is Space.supernet and cls.largest is Space.largest
+
     def describe(self, arch: Arch) -> str:
         """One readable line."""
         return ", ".join(f"{d.name} {d.options[i]}" for d, i in zip(self.dimensions, self.check(arch), strict=True))
@@ -235,6 +243,12 @@ class Space(ABC):
                 raise UserError(f"these are not weights of '{self.name}': '{name}' {has}.")
             found[name] = (tensor[at] if at else tensor).clone()
         return found
+
+    def part(self, weights: Weights, arch: Arch) -> Weights:
+        """Like `cut`, of weights that need not hold every tensor. The empty arch takes them as they are."""
+        if not arch:
+            return weights
+        return {n: (weights[n][at] if at else weights[n]).clone() for n, at in self.index(arch).items() if n in weights}
 
     def cost(self, arch: Arch) -> Cost:
         """What the arch costs, from its counted pieces."""

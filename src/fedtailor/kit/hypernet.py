@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -97,9 +98,14 @@ def only_embeddings(slopes: Weights, clients: Sequence[int]) -> Weights:
     return {EMBEDDINGS: rows}
 
 
+HOLDS = {"phi": "the hypernetwork and the clients' embeddings", "momenta": "of the server's SGD"}
+
+
 @dataclass(frozen=True)
 class Generated(Method):
     """The server's half of a method whose clients' tensors, or some of them, come from a hypernetwork."""
+
+    one_network: ClassVar[str] = "its hypernetwork makes tensors of one shape"
 
     embedding: Count = 0  # length of e_i; 0: 1 + a quarter of the clients
     hidden: AtLeastOne = 100  # units of a hidden layer

@@ -1,0 +1,86 @@
+"""Every method does what its card says: what it sends, keeps and holds is declared, and what is declared is used."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from fedtailor.card import Message
+from fedtailor.engine.local import LocalEngine
+from fedtailor.errors import UserError
+from fedtailor.methods.fedavg import FedAvg
+from fedtailor.registry import lookup, names
+from fedtailor.runs.rehearse import Rehearsal, rehearse
+from tools import small_config
+
+FEW = {"clients": 2, "participants": 2, "local__epochs": 0.2}
+SITUATIONS: dict[str, dict[str, Any]] = {  # where part of a card is only used in some federations
+    "pfedhn": {"method__head": "private"},
+    "fedcs": {"clients": 4, "participants": 3, "rounds": 4, "fleet__name": "capacity-high"},
+}
+RARE = {"up: refused"}  # only where a soft budget is too small for an arch that was drawn
+GIVEN = [m for m in names("method") if lookup("method", m).needs == "net" and not lookup("method", m).one_network]
+
+
+def seen(method: str) -> Rehearsal:
+    """Trained for real, but for searches on darts: what they send does not depend on the accuracies they wait for."""
+    config = small_config(method, **FEW | SITUATIONS.get(method, {}))
+    searches_darts = config.space.get("name") == "darts"
+    return rehearse(config, None if searches_darts else LocalEngine(torch.device("cpu"), 1))
+
+
+@pytest.mark.parametrize("method", names("method"))
+def test_messages_memories_and_server_state_are_on_the_card(method: str) -> None:
+    found = seen(method)
+    assert found.undeclared() == []
+    assert set(found.unused()) <= RARE
+    assert found.method.card.shared
+    assert found.method.card.personal
+
+
+def test_what_is_not_on_the_card_is_found() -> None:
+    found = seen("ditto")
+    found.method = FedAvg()
+    assert found.undeclared() == ["keeps: v"]
+    found.down.weights["head.weight"] = found.up.extra["gradient"] = found.up.facts["images"] = None
+    assert found.undeclared() == ["up: extra: gradient", "up: facts: images", "keeps: v"]
+    assert Message("body").undeclared(["body.0.weight", "head.bias"], [], []) == ["weights: head.bias"]
+
+
+def test_a_rehearsal_counts_what_a_run_costs() -> None:
+    config = small_config("fedrep", **FEW)
+    dry, real = rehearse(config), rehearse(config, LocalEngine(torch.device("cpu"), 1))
+    assert dataclasses.astuple(dry)[1:] == dataclasses.astuple(real)[1:]
+    assert dry.flops > 0
+    assert dry.bytes_up > 0
+
+
+@pytest.mark.parametrize("method", GIVEN)
+def test_methods_run_on_archs_given_to_clients(method: str) -> None:
+    found = rehearse(
+        small_config(method, **FEW, space__name="tiny", archs="random"), LocalEngine(torch.device("cpu"), 1)
+    )
+    assert found.undeclared() == []
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "says"),
+    [
+        ("perfedrlnas", {"archs": "random"}, "chooses the archs itself"),
+        ("fedavg", {"archs": "random", "space__name": "no-such"}, "unknown space"),
+        ("fedavg", {"archs": "runs/nowhere", "space__name": "tiny"}, "the folder of a finished run"),
+        ("fedavg", {"archs": "widest", "space__name": "darts"}, "not wide or narrow"),
+    ],
+)
+def test_archs_that_cannot_be_given(method: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        rehearse(small_config(method, **options))
+
+
+def test_a_method_for_one_network_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FedAvg, "one_network", "its server makes weights of one shape")
+    with pytest.raises(UserError, match="the same network everywhere: its server makes weights of one shape"):
+        small_config("fedavg", space__name="tiny", archs="random")
