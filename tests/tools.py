@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from fedtailor.config import Config, Local, load
 from fedtailor.data.batches import Split
 from fedtailor.data.federation import Store
 from fedtailor.data.partition import TRAIN, VAL
+from fedtailor.data.public import with_public
 from fedtailor.engine.local import LocalEngine
 from fedtailor.engine.loop import Federation, State
 from fedtailor.fleet import fleet as fleets
@@ -77,8 +79,9 @@ def by_hand(
     rounds: int = 1,
     fleet: fleets.FleetConfig | None = None,
     participants: int | None = None,
+    public: Sequence[int] = (),
 ) -> Federation:
-    """A federation whose clients hold the given (pixel, label) pairs, the same for train and val."""
+    """A federation whose clients hold the given (pixel, label) pairs, the same for train and val, and public pixels."""
     space = space or Three((1, 1, 1), 2)
     images = torch.tensor([p for c in data for p, _ in c], dtype=torch.uint8).reshape(-1, 1, 1, 1)
     images = images.expand(-1, *space.input).contiguous()
@@ -96,9 +99,10 @@ def by_hand(
     for i, (c, d) in enumerate(zip(data, devices, strict=True)):
         budget = d.budget.absolute(largest, local.batch, d.profile, len(c))
         seats.append(Seat(i, f"client-{i}", len(c), d.profile, budget, rules.hard, space, local.batch, len(c)))
-    job = Job(space, tuple(seats), len(data), participants or len(data), rounds, 0, local)
+    job = Job(space, tuple(seats), len(data), participants or len(data), rounds, 0, local, len(public))
     method.check(job)
-    return Federation(job, method, Store(ranges), LocalEngine(torch.device("cpu"), 1), devices, rules)
+    store = with_public(Store(ranges), np.array(public, np.uint8).reshape(-1, 1, 1, 1) if public else None)
+    return Federation(job, method, store, LocalEngine(torch.device("cpu"), 1), devices, rules)
 
 
 def one_round(federation: Federation, **values: Any) -> State:
@@ -134,9 +138,13 @@ SMALL = {
 }
 
 
+NEEDS: dict[str, dict[str, Any]] = {"perfedckt": {"public.name": "rest", "public.images": 40}}
+
+
 def small_config(method: str, **changes: Any) -> Config:
     """Digits, four clients, three rounds: any method in about a second."""
-    return load("demo", {"method.name": method, **SMALL, **{k.replace("__", "."): v for k, v in changes.items()}})
+    options = {**SMALL, **NEEDS.get(method, {})}
+    return load("demo", {"method.name": method, **options, **{k.replace("__", "."): v for k, v in changes.items()}})
 
 
 def rows(folder: Path) -> list[str]:

@@ -30,9 +30,9 @@ def public_images(wanted: Public, data: Dataset, deal: Partition, folder: Path |
     held = _prints(data.images[deal.owner >= 0])
     if wanted.name == REST:
         found = data.images[deal.owner < 0]
-        found = found[~np.isin(_prints(found), held)]  # sets hold a few images twice
         if not len(found):
             raise UserError("public.name = 'rest': the partition deals every image. Lower partition.samples.")
+        found = found[~np.isin(_prints(found), held)]  # sets hold a few images twice
     else:
         found = load(wanted.name, folder).images
         if found.shape[1:] != data.images.shape[1:]:
