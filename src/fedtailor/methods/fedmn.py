@@ -22,6 +22,7 @@ from ..nets.modular import ROUTING, UNIT, Modular
 from ..options import Fraction, Positive
 from ..parts import choose, layers, rest
 from ..registry import register
+from ..search.supernet import Deploy
 from ..spaces.base import Space, Weights
 from ..split import start_shared
 
@@ -36,6 +37,7 @@ class FedMN(Method):
     paper: ClassVar[str] = "Wang et al., Personalized FL via Heterogeneous Modular Networks, ICDM 2022"
     deviations: ClassVar[tuple[str, ...]] = (
         "a client's routing is a logit per module, learnt directly, not the output of a policy network on its data",
+        "routing and modules are trained in turn, half of local.epochs each, the routing with a rate of its own",
         "gates are open or closed (straight-through); the paper's code weighs outputs by soft gates",
         "modules are linear layers on a convolutional body that all clients share",
     )
@@ -52,6 +54,8 @@ class FedMN(Method):
 
     pretrain: Fraction = 0.5  # share of the rounds in which all modules are open
     cold: Positive = 0.5  # temperature of the relaxation in the last round; it falls from 1 to this
+    routing_lr: Positive = 1.0  # of the logits, whose gradients are small
+    deploy: Deploy = "trained"  # whether clients train local.epochs before they keep a network
 
     @classmethod
     def runs_on(cls, space: type[Space]) -> bool:
@@ -78,7 +82,9 @@ class FedMN(Method):
             return _reply(net, client, loss)
         done = (client.round - first - 1) / max(1, client.rounds - first - 1)
         net = self._build(task, client, temperature=1 + done * (self.cold - 1))
-        loss = await client.fit(net)
+        half = client.local.epochs / 2
+        await client.fit(net, epochs=half, only=routing, lr=self.routing_lr)
+        loss = await client.fit(net, epochs=half, only=rest(routing))
         client.memory["routing"] = {LOGITS: client.take(net, only=routing)[LOGITS]}
         return _reply(net, client, loss)
 
@@ -88,7 +94,9 @@ class FedMN(Method):
     async def personal(self, task: Task, client: Client) -> nn.Module:
         net = self._build(task, client)
         if "routing" not in client.memory and client.round >= round(self.pretrain * client.rounds):
-            await client.fit(net, only=routing)  # a client that no round of routing has called
+            await client.fit(net, only=routing, lr=self.routing_lr)  # a client that no round of routing has called
+        if self.deploy == "trained":
+            await client.fit(net, only=rest(routing))
         return net
 
     def _build(self, task: Task, client: Client, logit: float = 0.0, temperature: float = 1.0) -> nn.Module:
