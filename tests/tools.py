@@ -138,7 +138,10 @@ SMALL = {
 }
 
 
-NEEDS: dict[str, dict[str, Any]] = {"perfedckt": {"public.name": "rest", "public.images": 40}}
+NEEDS: dict[str, dict[str, Any]] = {  # what a method cannot do without, or would take long with
+    "perfedckt": {"public.name": "rest", "public.images": 40},
+    "fedoras": {"method.probes": 10, "method.pool": 3, "method.parents": 2},
+}
 
 
 def small_config(method: str, **changes: Any) -> Config:
