@@ -21,7 +21,7 @@ from fedtailor.engine.loop import Federation, State
 from fedtailor.fleet import fleet as fleets
 from fedtailor.method import Job, Method, Seat
 from fedtailor.nets.base import FixedNet
-from fedtailor.registry import register
+from fedtailor.registry import lookup, register
 from fedtailor.spaces.base import Space, Weights
 
 
@@ -138,15 +138,12 @@ SMALL = {
 }
 
 
-NEEDS: dict[str, dict[str, Any]] = {  # what a method cannot do without, or would take long with
-    "perfedckt": {"public.name": "rest", "public.images": 40},
-    "fedoras": {"method.probes": 10, "method.pool": 3, "method.parents": 2},
-}
+QUICK: dict[str, dict[str, Any]] = {"fedoras": {"method.probes": 10, "method.pool": 3, "method.parents": 2}}
 
 
 def small_config(method: str, **changes: Any) -> Config:
     """Digits, four clients, three rounds: any method in about a second."""
-    options = {**SMALL, **NEEDS.get(method, {})}
+    options = {**lookup("method", method).example, **SMALL, **QUICK.get(method, {})}
     return load("demo", {"method.name": method, **options, **{k.replace("__", "."): v for k, v in changes.items()}})
 
 

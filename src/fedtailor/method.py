@@ -154,6 +154,7 @@ class Method(ABC):
     deviations: ClassVar[tuple[str, ...]] = ()  # every departure from the paper
     card: ClassVar[Card] = Card()  # what it sends, keeps and learns
     needs: ClassVar[Literal["net", "space"]] = "net"  # one fixed network, or choices to search among
+    example: ClassVar[dict[str, Any]] = {}  # dotted keys that the demo, or any small run, needs for this method
     one_network: ClassVar[str] = "it was written for one network"  # why clients cannot be given archs; "": they can
 
     @classmethod

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class PerFedCKT(Method):
             "clusters": "of the clients",
         },
     )
+    example: ClassVar[dict[str, Any]] = {"partition.samples": 120, "public.name": "rest", "public.images": 200}
     one_network: ClassVar[str] = ""
 
     lamda: NonNegative = 0.1  # lambda, weight of the cluster's predictions
