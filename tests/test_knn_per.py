@@ -11,6 +11,7 @@ import torch
 from fedtailor.config import Local
 from fedtailor.engine.loop import Federation, State
 from fedtailor.methods.knn_per import KnnPer
+from fedtailor.registry import lookup
 from fedtailor.runs.execute import open_space, read_networks, start
 from tools import by_hand, kept, one_round, small_config, three
 
@@ -70,3 +71,10 @@ def test_the_kept_network_stands_alone(tmp_path: Path) -> None:
     assert len(weights["keys"]) == 36
     out = net(torch.zeros(3, 1, 8, 8)).exp()
     assert out.sum(1).tolist() == pytest.approx([1, 1, 1], abs=1e-5)
+
+
+def test_the_memory_is_counted() -> None:
+    plain, with_memory = (lookup("net", name)((1, 8, 8), 10) for name in ("cnn", "knn"))
+    assert with_memory.cost(()).parameters == plain.cost(()).parameters
+    assert with_memory.cost(()).buffers == 100 * 128 + 100 + 1  # keys, labels, lambda
+    assert with_memory.cost(()).flops == plain.cost(()).flops + 2 * 100 * 128  # one product with every key
