@@ -19,6 +19,7 @@ from tools import small_config
 
 FEW = {"clients": 2, "participants": 2, "local__epochs": 0.2}
 SITUATIONS: dict[str, dict[str, Any]] = {  # where part of a card is only used in some federations
+    "pfedhn": {"method__head": "private"},
     "fedcs": {"clients": 4, "participants": 3, "rounds": 4, "fleet__name": "capacity-high"},
 }
 RARE = {"up: refused"}  # only where a soft budget is too small for an arch that was drawn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,16 @@ def test_cli_exit_code_2_and_nothing_written(tmp_path: Path) -> None:
     assert "rounds = 0" in done.stderr
     assert "Traceback" not in done.stderr
     assert not out.exists()
+
+
+def test_of_several_nets_the_first_that_the_method_can_use() -> None:
+    assert load("demo", ["method.name=fedavg", "net.width=8"]).net == {"name": "cnn", "width": 8, "hidden": 64}
+    assert load("demo", ["method.name=fedtp"]).net["name"] == "vit"
+    assert load("demo", ["net.depth=1", "method.name=fedmn", "net.name=vit"]).net["depth"] == 1
+    assert load("demo", ["method.name=fedavg", "net.name=vit"]).net["dim"] == 32  # the listed one, with its options
+
+
+def test_a_public_set_is_kept_in_the_resolved_config() -> None:
+    text = load("demo", ["public.name=rest", "public.images=5"]).to_toml()
+    assert tomllib.loads(text)["public"] == {"name": "rest", "images": 5}
+    assert "public" not in load("demo").to_toml()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,11 +15,13 @@ from fedtailor.config import Config, Local, load
 from fedtailor.data.batches import Split
 from fedtailor.data.federation import Store
 from fedtailor.data.partition import TRAIN, VAL
+from fedtailor.data.public import with_public
 from fedtailor.engine.local import LocalEngine
 from fedtailor.engine.loop import Federation, State
 from fedtailor.fleet import fleet as fleets
 from fedtailor.method import Job, Method, Seat
 from fedtailor.nets.base import FixedNet
+from fedtailor.registry import lookup, register
 from fedtailor.spaces.base import Space, Weights
 
 
@@ -34,10 +37,9 @@ class _Three(nn.Module):
         return self.head(self.body(x.flatten(1)))
 
 
+@register("net", "three")
 @dataclass(frozen=True)
 class Three(FixedNet):
-    name = "three"
-
     def module(self) -> nn.Module:
         return _Three()
 
@@ -53,10 +55,9 @@ class _Biased(nn.Module):
         return self.head(x.flatten(1))
 
 
+@register("net", "biased")
 @dataclass(frozen=True)
 class Biased(FixedNet):
-    name = "biased"
-
     def module(self) -> nn.Module:
         return _Biased()
 
@@ -78,8 +79,9 @@ def by_hand(
     rounds: int = 1,
     fleet: fleets.FleetConfig | None = None,
     participants: int | None = None,
+    public: Sequence[int] = (),
 ) -> Federation:
-    """A federation whose clients hold the given (pixel, label) pairs, the same for train and val."""
+    """A federation whose clients hold the given (pixel, label) pairs, the same for train and val, and public pixels."""
     space = space or Three((1, 1, 1), 2)
     images = torch.tensor([p for c in data for p, _ in c], dtype=torch.uint8).reshape(-1, 1, 1, 1)
     images = images.expand(-1, *space.input).contiguous()
@@ -97,9 +99,10 @@ def by_hand(
     for i, (c, d) in enumerate(zip(data, devices, strict=True)):
         budget = d.budget.absolute(largest, local.batch, d.profile, len(c))
         seats.append(Seat(i, f"client-{i}", len(c), d.profile, budget, rules.hard, space, local.batch, len(c)))
-    job = Job(space, tuple(seats), len(data), participants or len(data), rounds, 0, local)
+    job = Job(space, tuple(seats), len(data), participants or len(data), rounds, 0, local, len(public))
     method.check(job)
-    return Federation(job, method, Store(ranges), LocalEngine(torch.device("cpu"), 1), devices, rules)
+    store = with_public(Store(ranges), np.array(public, np.uint8).reshape(-1, 1, 1, 1) if public else None)
+    return Federation(job, method, store, LocalEngine(torch.device("cpu"), 1), devices, rules)
 
 
 def one_round(federation: Federation, **values: Any) -> State:
@@ -109,13 +112,18 @@ def one_round(federation: Federation, **values: Any) -> State:
     return next(federation.rounds(state, lambda event: None))
 
 
-def personal(federation: Federation, state: State, client: int) -> Weights:
-    """The weights of the network that a client keeps."""
+def kept(federation: Federation, state: State, client: int) -> nn.Module:
+    """The network that a client keeps."""
     seat = federation.job.seats[client]
     who = federation.client(seat, state.memories.get(client, {}), state.round)
     offer = federation.method.offer(state.server, seat)
-    net = federation.engine.run([("", federation.method.personal(offer, who))])[0]
-    return who.take(net)
+    return federation.engine.run([("", federation.method.personal(offer, who))])[0]
+
+
+def personal(federation: Federation, state: State, client: int) -> Weights:
+    """The weights of the network that a client keeps, under the policy on statistics."""
+    who = federation.client(federation.job.seats[client], {}, state.round)
+    return who.take(kept(federation, state, client))
 
 
 SMALL = {
@@ -130,9 +138,13 @@ SMALL = {
 }
 
 
+QUICK: dict[str, dict[str, Any]] = {"fedoras": {"method.probes": 10, "method.pool": 3, "method.parents": 2}}
+
+
 def small_config(method: str, **changes: Any) -> Config:
     """Digits, four clients, three rounds: any method in about a second."""
-    return load("demo", {"method.name": method, **SMALL, **{k.replace("__", "."): v for k, v in changes.items()}})
+    options = {**lookup("method", method).example, **SMALL, **QUICK.get(method, {})}
+    return load("demo", {"method.name": method, **options, **{k.replace("__", "."): v for k, v in changes.items()}})
 
 
 def rows(folder: Path) -> list[str]:

@@ -81,6 +81,14 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Public:
+    """[public]: unlabelled images that everybody may read, for methods that compare predictions on them."""
+
+    name: str = ""  # a data set, as in data.name; or "rest": the run's images that the partition deals to nobody
+    images: Count = 0  # take so many of them, drawn at random; 0: all
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that decides a run's numbers."""
 
@@ -97,6 +105,7 @@ class Config:
     space: dict[str, Any] = field(default_factory=dict)
     net: dict[str, Any] = field(default_factory=dict)
     data: Data = field(default_factory=Data)
+    public: Public = field(default_factory=Public)
     partition: dict[str, Any] = field(default_factory=dict)
     local: Local = field(default_factory=Local)
     fleet: dict[str, Any] = field(default_factory=dict)
@@ -154,6 +163,7 @@ class Config:
             **{kind: self._network_options(kind) for kind in ("space", "net") if getattr(self, kind)},
             "method": {"name": self.method["name"], **table_of(self.make_method())},
             "data": table_of(self.data),
+            "public": table_of(self.public) if self.public.name else {},
             "partition": table_of(self.make_partition()),
             "local": table_of(self.local),
             "fleet": table_of(self.make_fleet()),
@@ -165,10 +175,14 @@ class Config:
 def load(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | Sequence[str] = ()) -> Config:
     """A config from a preset's name, a TOML file or a table, with dotted changes such as `local.lr=0.1`."""
     table = dict(source) if isinstance(source, Mapping) else _read_toml(source)
-    pairs = changes.items() if isinstance(changes, Mapping) else [_pair(text) for text in changes]
-    for key, value in sorted(pairs, key=lambda pair: not pair[0].endswith(".name")):
-        table = _changed(table, key.split("."), value, key)  # names first: another method drops the old one's options
-    return resolve(from_table(_one_space(table)))
+    pairs = list(changes.items()) if isinstance(changes, Mapping) else [_pair(text) for text in changes]
+    for named in (True, False):  # names first: another method drops the old one's options, and may use another net
+        for key, value in pairs:
+            if key.endswith(".name") == named:
+                table = _changed(table, key.split("."), value, key)
+        for kind in ("space", "net"):
+            table = _one_of(table, kind)
+    return resolve(from_table(table))
 
 
 def change(table: Mapping[str, Any], text: str) -> dict[str, Any]:
@@ -297,16 +311,16 @@ def _changed(table: Mapping[str, Any], path: Sequence[str], value: Any, key: str
     return {**table, head: _changed(inner, rest, value, key)}
 
 
-def _one_space(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of several `[[space]]` tables, the first that the method can use."""
-    spaces = table.get("space")
-    if not isinstance(spaces, list) or not spaces:
-        return table
+def _one_of(table: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The table with, of several `[[space]]` or `[[net]]` tables, the first that the method can use."""
+    entries = table.get(kind)
+    if not isinstance(entries, list) or not entries:
+        return dict(table)
     from .registry import lookup
 
     method = lookup("method", _name(table.get("method", {"name": "fedavg"}), "method"))
-    usable = (entry for entry in spaces if method.runs_on(lookup("space", _name(entry, "space"))))
-    return {**table, "space": next(usable, spaces[0])}
+    usable = (entry for entry in entries if method.runs_on(lookup(kind, _name(entry, kind))))
+    return {**table, kind: next(usable, entries[0])}
 
 
 def _name(table: Mapping[str, Any], kind: str) -> str:

@@ -22,7 +22,7 @@ from .engine.jobs import Score
 from .engine.loop import Event, Federation, Memory, Rounds, State
 from .errors import UserError
 from .method import Fact, Method, Seat, Server, Task
-from .options import table_of
+from .nets.base import table_for
 from .spaces.base import Arch, Space, Weights
 from .spaces.measure import Cost, tensors_of
 
@@ -51,6 +51,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
     events, kept = _personal(federation, method, state.server, trained, state.memories, test, "personal")
     shared = method.shared(state.server)
     if shared is not None:
+        shared = federation.sent(shared)
         clients = [federation.client(seat, state.memories.get(seat.id, {}), state.round) for seat in trained]
         work = [
             (
@@ -96,7 +97,7 @@ def _personal(
     work = [
         (
             f"personal network of client {c.name} after round {round}",
-            finish(method, method.offer(server, s), c, _splits(federation, c.id, test), last),
+            finish(method, federation.sent(method.offer(server, s)), c, _splits(federation, c.id, test), last),
         )
         for s, c in zip(seats, clients, strict=True)
     ]
@@ -135,7 +136,7 @@ def network_value(net: Kept, space: Space) -> dict[str, Any]:
     """
     value = {"space": net.space.name, "arch": list(net.arch), "weights": net.weights}
     if net.space != space:
-        value["net"] = {"name": net.space.name, **table_of(net.space, hidden=("input", "classes"))}
+        value["net"] = table_for(net.space)
     return value
 
 

@@ -91,6 +91,7 @@ class Job:
     rounds: int
     seed: int
     local: Local
+    public: int = 0  # images of the public set, which clients read as the split `public`
 
 
 class Server:
@@ -154,6 +155,7 @@ class Method(ABC):
     card: ClassVar[Card] = Card()  # what it sends, keeps and learns
     needs: ClassVar[Literal["net", "space"]] = "net"  # one fixed network, or choices to search among
     net_options: ClassVar[dict[str, Any]] = {}  # of [net], where the net has them and the config leaves them open
+    example: ClassVar[dict[str, Any]] = {}  # dotted keys that the demo, or any small run, needs for this method
     one_network: ClassVar[str] = "it was written for one network"  # why clients cannot be given archs; "": they can
 
     @classmethod

@@ -100,7 +100,8 @@ def read_value(path: Path, device: torch.device | str = "cpu") -> Value:
     try:
         with safe_open(path, "pt", device=str(device)) as file:
             tree = json.loads((file.metadata() or {})["tree"])
-            return restored(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            # cloned to aligned memory: matrix products round by the address of their operands
+            return restored(tree, {name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"{path} is not a readable value file ({error}).") from error
 

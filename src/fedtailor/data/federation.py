@@ -17,6 +17,7 @@ class Store:
     """Images of some splits of all clients, on the compute device, each client's split a contiguous range."""
 
     ranges: dict[tuple[int, int], Split]
+    public: Split | None = None  # images that everybody may read and nobody has labels of
 
     def split(self, client: int, which: int) -> Split:
         return self.ranges[client, which]

@@ -21,7 +21,7 @@ from ..parts import STATISTICS
 from ..seeds import rng_of, seed_of
 from ..spaces.base import Space, Weights
 from ..spaces.measure import Cost, tensors_of
-from .jobs import Fit, Loop, Recalibrate, Score
+from .jobs import Fit, Loop, Predict, Recalibrate, Score
 from .steps import objective
 
 if TYPE_CHECKING:
@@ -44,13 +44,14 @@ class Client:
         round: int,
         engine: LocalEngine,
         keeping: bool = False,
+        public: Split | None = None,
     ) -> None:
         self.id, self.name, self.samples = seat.id, seat.name, seat.samples
         self.seat, self.space, self.local = seat, job.space, job.local
         self.round, self.rounds, self.seed, self.keeping = round, job.rounds, job.seed, keeping
         self.memory = dict(memory)  # changes count only when the round is finished
         self.flops = 0  # spent so far
-        self._splits = {"train": train, "val": val}
+        self._splits = {"train": train, "val": val} | ({} if public is None else {"public": public})
         self._engine = engine
         self._jobs = 0  # numbers this client's jobs, so that each draws its own batches
         self._stream: Stream | None = None  # of the latest fit
@@ -105,7 +106,11 @@ class Client:
     @property
     def initial(self) -> Weights:
         """The weights that the client's network started from, which every client can make for itself."""
-        return self.space.part(self._engine.initial(self.space, self.seed), self.seat.arch)
+        return self.space.part(self.initial_of(self.space), self.seat.arch)
+
+    def initial_of(self, space: Space) -> Weights:
+        """The first weights of another space or net."""
+        return self._engine.initial(space, self.seed)
 
     # jobs -------------------------------------------------------------------------------------------------------
 
@@ -169,12 +174,14 @@ class Client:
     ) -> float:
         """Runs a step of the method's own over batches; with several splits, each call gets one batch of each.
 
+        Images of `public` come without labels: in their place are the images' numbers in the public set.
+
         `passes` says how many ordinary training steps' arithmetic one call costs.
         """
         first = self._split(over[0])
         steps = self.steps(epochs, over[0]) if steps is None else steps
-        how = self.local.augment if augment else "none"
-        streams = tuple(Stream(self._split(s), self.local.batch, how, self._next_seed(s)) for s in over)
+        how = {s: self.local.augment if augment and s != "public" else "none" for s in over}
+        streams = tuple(Stream(self._split(s), self.local.batch, how[s], self._next_seed(s)) for s in over)
         for net in nets:
             self._spend(net, steps, first, passes)
         return await Loop(step, streams, steps, tuple(nets), self._next_seed("loop"))
@@ -188,6 +195,18 @@ class Client:
         split = self._some(on, images) if images else self._split(on)
         self.flops += split.size * self.cost(net).flops
         return await Score(net, split, self.shift)
+
+    async def predict(self, net: nn.Module, on: str = "train") -> Tensor:
+        """The network's outputs on all images of a split, in their order, as this client would use it."""
+        await self.refresh(net)
+        split = self._split(on)
+        self.flops += split.size * self.cost(net).flops
+        return await Predict(net, split)
+
+    def labels(self, on: str = "train") -> Tensor:
+        """The labels of a split, in the order of `predict`."""
+        split = self._split(on)
+        return split.labels[split.start : split.start + split.size]
 
     async def refresh(self, net: nn.Module) -> None:
         """Re-estimates normalisation statistics where they are missing or the policy asks for it."""

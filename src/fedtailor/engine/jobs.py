@@ -1,11 +1,11 @@
 """The jobs a client hands to the engine by `await`.
 
 A job says what to compute, never how: `Fit` trains a network the ordinary way and `Loop` runs a step of the method's
-own, both over batches and returning the mean loss; `Score` returns an accuracy; `Recalibrate` re-estimates
-normalisation statistics. A loop's step is a closure that updates its tensors in place and returns a loss tensor, so
-that an engine may run it eagerly or capture it once and replay it: it must make no choice in Python that changes from
-call to call. A fit is plain data, so that an engine may run many of them as one; a loss given to it obeys the same
-rule.
+own, both over batches and returning the mean loss; `Score` returns an accuracy and `Predict` the outputs themselves;
+`Recalibrate` re-estimates normalisation statistics. A loop's step is a closure that updates its tensors in place and
+returns a loss tensor, so that an engine may run it eagerly or capture it once and replay it: it must make no choice in
+Python that changes from call to call. A fit is plain data, so that an engine may run many of them as one; a loss given
+to it obeys the same rule.
 """
 
 from __future__ import annotations
@@ -68,6 +68,14 @@ class Score(Job):
     net: nn.Module
     split: Split
     shift: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Predict(Job):
+    """The network's outputs on all images of a split, in their order."""
+
+    net: nn.Module
+    split: Split
 
 
 @dataclass(frozen=True)

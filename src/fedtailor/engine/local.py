@@ -25,7 +25,7 @@ from ..spaces.base import Arch, Space, Weights
 from ..spaces.layers import Dropout, seed_dropout
 from ..spaces.measure import Cost
 from .client import SCORE_BATCH
-from .jobs import Fit, Job, Loop, Recalibrate, Score
+from .jobs import Fit, Job, Loop, Predict, Recalibrate, Score
 from .steps import fit_step
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class LocalEngine:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._template = lru_cache(maxsize=64)(self._make)
-        self._initial = lru_cache(maxsize=2)(self._make_initial)
+        self._initial = lru_cache(maxsize=8)(self._make_initial)
 
     def plan(self, largest: Cost, batch: int, clients: int) -> None:
         """Gets ready for rounds of so many clients with networks of at most this cost."""
@@ -123,6 +123,8 @@ class LocalEngine:
                 return self._loop(job)
             if isinstance(job, Score):
                 return int(self._hits(job)) / job.split.size
+            if isinstance(job, Predict):
+                return self._predict(job)
             if isinstance(job, Recalibrate):
                 return self._recalibrate(job)
             raise TypeError(f"the client awaited a {type(job).__name__}, which is not a job")
@@ -188,6 +190,11 @@ class LocalEngine:
 
     def _logits(self, net: nn.Module, images: Tensor) -> Tensor:
         return net(images)
+
+    @torch.no_grad()
+    def _predict(self, job: Predict) -> Tensor:
+        job.net.eval()
+        return torch.cat([job.net(job.split.at(index)[0]) for index in job.split.chunks(SCORE_BATCH)])
 
     @torch.no_grad()
     def _recalibrate(self, job: Recalibrate) -> None:

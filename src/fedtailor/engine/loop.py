@@ -17,7 +17,7 @@ from ..method import Job, Method, Reply, Seat, Server, Task
 from ..seeds import rng_of
 from ..spaces.base import Arch
 from ..values import bytes_of, on_device
-from .client import Client
+from .client import STATISTICS, Client
 from .local import LocalEngine
 
 Memory = dict[str, Any]
@@ -108,6 +108,13 @@ class Rounds:
             report(event)
         report(Event(number, None, "", "measured_seconds", time.perf_counter() - began))
 
+    def sent(self, task: Task) -> Task:
+        """What of a task travels: normalisation statistics only where clients share them."""
+        if self.job.local.bn == "average":
+            return task
+        weights = {n: t for n, t in task.weights.items() if not n.endswith(STATISTICS)}
+        return dataclasses.replace(task, weights=weights)
+
     def exchange(
         self,
         method: Method,
@@ -119,7 +126,7 @@ class Rounds:
     ) -> tuple[Server, dict[int, Memory]]:
         """One exchange with some clients: ask, work, merge."""
         seats = [self.job.seats[i] for i in present]
-        tasks = [method.ask(server, seat) for seat in seats]
+        tasks = [self.sent(method.ask(server, seat)) for seat in seats]
         answers = self.work(method, seats, tasks, memories, number, events)
         came = [(s, t, a) for s, t, a in zip(seats, tasks, answers, strict=True) if a is not None]
         times: dict[int, float] = {}
@@ -173,7 +180,7 @@ class Federation(Rounds):
     def client(self, seat: Seat, memory: Memory, round: int, keeping: bool = False) -> Client:
         """A client in a round, or, when `keeping`, one that makes its personal network after it."""
         train, val = self.store.split(seat.id, TRAIN), self.store.split(seat.id, VAL)
-        return Client(self.job, seat, train, val, memory, round, self.engine, keeping)
+        return Client(self.job, seat, train, val, memory, round, self.engine, keeping, self.store.public)
 
     def begin(self) -> State:
         server = super().begin().server

@@ -406,7 +406,10 @@ class RemoteFederation(Rounds):
             server, memories = onboard(self, state, held_out)
             orders = {
                 s.id: Evaluate(
-                    state.round, self.method.offer(server, s), memories.get(s.id, {}).get("round", 0), last=True
+                    state.round,
+                    self.sent(self.method.offer(server, s)),
+                    memories.get(s.id, {}).get("round", 0),
+                    last=True,
                 )
                 for s in held_out
                 if self.crowd.ready(s.name)
@@ -427,9 +430,9 @@ class RemoteFederation(Rounds):
         return {
             seat.id: Evaluate(
                 state.round,
-                self.method.offer(state.server, seat),
+                self.sent(self.method.offer(state.server, seat)),
                 state.memories.get(seat.id, {}).get("round", 0),
-                shared,
+                None if shared is None else self.sent(shared),
                 last,
             )
             for seat in seats

@@ -62,7 +62,7 @@ def _fedavg(toml: str) -> Rehearsal:
 
 def typical(method: str) -> Config:
     """The demo with the method, small."""
-    return load("demo", {"method.name": method, **SMALL})
+    return load("demo", {"method.name": method, **SMALL, **lookup("method", method).example})
 
 
 # all methods ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from ..data import partition as partitions
 from ..data.dataset import Dataset
 from ..data.federation import Store, stores
 from ..data.partition import TRAIN, Partition
+from ..data.public import public_images, with_public
 from ..data.sources import load as load_data
 from ..engine.local import LocalEngine
 from ..engine.loop import Event, Federation, State
@@ -30,6 +31,7 @@ from ..evaluate import Kept, evaluate, mean_accuracy, network_value
 from ..fleet import fleet as fleets
 from ..fleet.budget import require_feasible
 from ..method import Job, Method, Seat
+from ..nets.base import net_of
 from ..spaces.base import Arch, Space, Weights
 from ..values import read_value, write_bytes, write_value
 from . import checkpoint
@@ -101,11 +103,13 @@ class Setup:
     partition: Partition
     job: Job
     fleet: fleets.Fleet
+    public: np.ndarray | None = None  # images of the public set
 
     def federation(
         self, device: torch.device, workers: int, engine: str = "auto", say: Say = print
     ) -> tuple[Federation, Store]:
         learn, test = stores(self.dataset, self.partition, device)
+        learn = with_public(learn, self.public)
         runs = make_engine(device, workers, engine, self.config.precision, say)
         space, batch = self.job.space, self.config.local.batch
         runs.plan(space.cost(space.largest), batch, self.job.participants)
@@ -115,16 +119,19 @@ class Setup:
 def prepare(config: Config, saved: Path | None = None) -> Setup:
     """Loads the data and checks everything that can be wrong. `saved` is a run's own partition file."""
     method = config.make_method()
-    dataset = load_data(config.data.name, Path(config.data.dir) if config.data.dir else None)
+    folder = Path(config.data.dir) if config.data.dir else None
+    dataset = load_data(config.data.name, folder)
     if saved:
         partition = Partition.load(saved)
         partition.require(dataset)
     else:
         partition = partitions.make(dataset, config.make_partition(), config.clients, config.seed)
     samples = [len(partition.indices(i, TRAIN)) for i in range(partition.clients + partition.new_clients)]
+    public = public_images(config.public, dataset, partition, folder, config.seed)
     job, fleet = make_job(config, partition.names, samples, dataset.shape, len(dataset.classes))
+    job = replace(job, clients=partition.clients, public=0 if public is None else len(public))
     method.check(job)
-    return Setup(config, method, dataset, partition, job, fleet)
+    return Setup(config, method, dataset, partition, job, fleet, public)
 
 
 def make_job(
@@ -307,7 +314,7 @@ def read_networks(out: Path, space: Space) -> dict[int, tuple[Space, Arch, Weigh
     found: dict[int, tuple[Space, Arch, Weights]] = {}
     for path in sorted((out / "nets").glob("*.safetensors")):
         value = read_value(path)
-        own = Config(net=value["net"]).make_space(space.input, space.classes) if "net" in value else space
+        own = net_of(value["net"], space.input, space.classes) if "net" in value else space
         found[int(path.stem)] = own, tuple(value["arch"]), value["weights"]
     if not found:
         raise UserError(f"{out} holds no networks: they are saved when a run ends. 'fedtailor resume {out}' goes on.")

@@ -9,6 +9,7 @@ from typing import Any, cast
 from ..card import Message, unnamed
 from ..config import Config
 from ..data.federation import stores
+from ..data.public import with_public
 from ..engine.dry import DryEngine
 from ..engine.local import LocalEngine
 from ..engine.loop import Event, Federation
@@ -110,6 +111,7 @@ def rehearse(config: Config, engine: LocalEngine | None = None) -> Rehearsal:
     setup, engine = prepare(config), engine or DryEngine()
     found = Rehearsal(setup.method, setup.job.space)
     learn, _ = stores(setup.dataset, setup.partition, engine.device)
+    learn = with_public(learn, setup.public)
     method = cast(Method, _Recorded(found))
     federation = Federation(setup.job, method, learn, engine, setup.fleet, config.make_fleet())
     state, events = federation.begin(), list[Event]()

@@ -1,0 +1,1 @@
+"""Parts that several methods share and that are no search: private networks, hypernetworks, clusters, distillation."""

@@ -1,0 +1,83 @@
+"""What a client can ask for: outputs in order, training by steps, batches of the public set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedtailor.config import Local
+from fedtailor.engine import local as engine
+from fedtailor.engine.client import Client
+from fedtailor.method import Task
+from fedtailor.methods.fedavg import FedAvg
+from fedtailor.nets.base import features
+from fedtailor.values import read_value, write_value
+from tools import by_hand, numbers, three
+
+PLAIN = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0, augment="crop")
+DATA = [[(255, 0), (0, 1), (51, 1), (102, 0), (153, 1)]]
+
+
+def client_of(**options: object) -> tuple[Client, nn.Module, engine.LocalEngine]:
+    federation = by_hand(FedAvg(), DATA, PLAIN, **options)  # type: ignore[arg-type]
+    client = federation.client(federation.job.seats[0], {}, 1)
+    return client, client.build(Task(three(2, 1, 0))), federation.engine
+
+
+def test_predictions_come_in_order_and_leave_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "SCORE_BATCH", 2)  # three pieces
+    client, net, runs = client_of()
+
+    async def work() -> tuple[Tensor, Tensor]:
+        return await client.predict(net), await client.predict(features(net), on="val")
+
+    logits, found = runs.run([("", work())])[0]
+    assert logits[:, 0].tolist() == pytest.approx([2, 0, 0.4, 0.8, 1.2])
+    assert found.flatten().tolist() == pytest.approx([2, 0, 0.4, 0.8, 1.2])  # what the head reads: body * pixel
+    assert client.labels().tolist() == [0, 1, 1, 0, 1]
+    assert not logits.requires_grad
+    assert client.flops > 0
+    assert isinstance(net.head, nn.Linear)  # a view without the head leaves the network whole
+
+
+def test_training_by_steps_equals_training_by_epochs() -> None:
+    ends = []
+    for how in ({"steps": 3}, {"epochs": 1.0}):  # five images in batches of two: three steps
+        client, net, runs = client_of()
+
+        async def work(client: Client = client, net: nn.Module = net, how: dict = how) -> float:
+            return await client.fit(net, **how)
+
+        runs.run([("", work())])
+        ends.append(numbers(client.take(net)))
+    assert ends[0] == ends[1]
+
+
+def test_batches_of_the_public_set_carry_their_numbers() -> None:
+    client, net, runs = client_of(public=[255, 0, 51])
+    seen: list[tuple[float, int]] = []
+
+    def step(own: tuple[Tensor, Tensor], public: tuple[Tensor, Tensor]) -> Tensor:
+        seen.extend(zip(public[0].flatten().tolist(), public[1].tolist(), strict=True))
+        return own[0].sum() * 0
+
+    async def work() -> float:
+        return await client.loop(step, [net], over=("train", "public"), steps=6)
+
+    runs.run([("", work())])
+    pixels = [1.0, 0.0, 0.2]
+    assert len(seen) == 12
+    assert all(value == pytest.approx(pixels[number]) for value, number in seen)  # never augmented
+    assert {number for _, number in seen} == {0, 1, 2}
+
+
+def test_tensors_read_from_a_file_lie_aligned(tmp_path: Path) -> None:
+    value = {"a": torch.ones(3, dtype=torch.int8), "b": torch.rand(7), "c": {"d": torch.rand(5, 3)}}
+    write_value(tmp_path / "value", value)
+    found = read_value(tmp_path / "value")
+    for tensor in (found["a"], found["b"], found["c"]["d"]):
+        assert tensor.data_ptr() % 64 == 0  # matrix products round by the address of their operands
+    assert torch.equal(found["b"], value["b"])
