@@ -44,6 +44,8 @@ def serve(
     else:
         require_free(out)
     method = config.make_method()
+    if config.public.name:
+        raise UserError("[public]: real clients cannot be given a public set yet. Run this config on one machine.")
     run = old["served"] if old else f"{config.method['name']}-{secrets.token_hex(6)}".replace(".", "-")
     crowd = Crowd(post, run, config.to_toml(), watch.say, watch.clients)
     if old:
