@@ -78,6 +78,10 @@ class Data:
 
     name: str = "digits"
     dir: str = ""  # folder that holds them; default: the environment variable FEDTAILOR_DATA
+    size: Count = 0  # pixels that pictures are made high and wide; 0: as they are, all of one size
+    fit: Literal["crop", "squash", "pad"] = "crop"  # what happens to pictures of other proportions
+    colour: Literal["auto", "grey", "colour"] = "auto"  # auto: grey where all pictures are
+    broken: Literal["stop", "skip"] = "stop"  # what to do about pictures that cannot be read
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -141,6 +142,14 @@ async def test_accuracy(client: Client, net: nn.Module, test: Store) -> float:
     await client.refresh(net)
     split = test.split(client.id, TEST)
     return await Score(net, split, client.shift) if split.size else float("nan")
+
+
+def pictures(store: Store, client: int, which: int) -> tuple[np.ndarray, np.ndarray]:
+    """A client's pictures of a split as bytes [number, height, width, channels] and their labels: what the file of a
+    finished network is checked with. Nothing may be chosen by test pictures."""
+    split = store.split(client, which)
+    rows = slice(split.start, split.start + split.size)
+    return split.images[rows].permute(0, 2, 3, 1).contiguous().cpu().numpy(), split.labels[rows].cpu().numpy()
 
 
 def mean_accuracy(events: Iterable[Event], metric: str, split: str = "val") -> float | None:

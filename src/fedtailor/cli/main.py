@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import fleet, gain, milestones, partition, policies, report, shrink, space
+from . import fleet, gain, milestones, partition, policies, report, shrink, space, take
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -39,6 +39,10 @@ app.command("policies")(policies.policies_command)
 app.command("gain")(gain.gain_command)
 app.command("cells")(gain.cells_command)
 app.command("shrink")(shrink.shrink_command)
+app.command("export")(take.export_command)
+app.command("predict", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    take.predict_command
+)
 
 Set = Annotated[
     list[str] | None,

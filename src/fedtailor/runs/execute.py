@@ -6,7 +6,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,21 +80,28 @@ def prepare(config: Config, saved: Path | None = None) -> Setup:
     else:
         partition = partitions.make(dataset, config.make_partition(), config.clients, config.seed)
     space = config.make_space(dataset.shape, len(dataset.classes))
-    rules = config.make_fleet()
-    fleet = fleets.make(rules, partition.clients + partition.new_clients, config.seed)
-    largest, batch = space.cost(space.largest), config.local.batch
+    fleet = fleets.make(config.make_fleet(), partition.clients + partition.new_clients, config.seed)
+    clients = [(name, len(partition.indices(i, TRAIN))) for i, name in enumerate(partition.names)]
+    seats = make_seats(config, space, clients, fleet)
+    job = Job(space, seats, partition.clients, config.participants, config.rounds, config.seed, config.local)
+    method.check(job)
+    return Setup(config, method, dataset, partition, job, fleet)
+
+
+def make_seats(
+    config: Config, space: Space, clients: Sequence[tuple[str, int]], fleet: fleets.Fleet
+) -> tuple[Seat, ...]:
+    """What the server knows of its clients, given as names and numbers of training images, and of their devices."""
+    largest, batch, rules = space.cost(space.largest), config.local.batch, config.make_fleet()
     seats = []
-    for i, device in enumerate(fleet):
-        name, samples = partition.names[i], len(partition.indices(i, TRAIN))
+    for i, ((name, samples), device) in enumerate(zip(clients, fleet, strict=True)):
         images = int(samples * config.local.epochs)
         profile = device.profile.sharing(config.participants) if rules.shared_link else device.profile
         if rules.hard:
             require_feasible(space, device.budget, name, batch, profile, images)
         budget = device.budget.absolute(largest, batch, profile, images)
         seats.append(Seat(i, name, samples, profile, budget, rules.hard, space, batch, images))
-    job = Job(space, tuple(seats), partition.clients, config.participants, config.rounds, config.seed, config.local)
-    method.check(job)
-    return Setup(config, method, dataset, partition, job, fleet)
+    return tuple(seats)
 
 
 def make_engine(
