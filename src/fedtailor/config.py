@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from .data.partition import PartitionConfig
+    from .data.pixels import Reading
     from .fleet.fleet import FleetConfig
     from .method import Method
     from .spaces.base import Space
@@ -82,6 +83,13 @@ class Data:
     fit: Literal["crop", "squash", "pad"] = "crop"  # what happens to pictures of other proportions
     colour: Literal["auto", "grey", "colour"] = "auto"  # auto: grey where all pictures are
     broken: Literal["stop", "skip"] = "stop"  # what to do about pictures that cannot be read
+
+    @property
+    def reading(self) -> Reading:
+        """How picture files are read."""
+        from .data.pixels import Reading
+
+        return Reading(self.size, self.fit, self.colour, self.broken)
 
 
 @dataclass(frozen=True)

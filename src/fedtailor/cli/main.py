@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import fleet, gain, milestones, partition, policies, report, shrink, space, take
+from . import data, fleet, gain, milestones, partition, policies, report, shrink, space, take
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -30,6 +30,7 @@ Start here:
 """,
 )
 app.add_typer(partition.app, name="partition", help="Make, show and picture a partition of a data set.")
+app.add_typer(data.app, name="data", help="Look at data before anything runs.")
 app.add_typer(fleet.app, name="fleet", help="Show the clients' devices, budgets and round times.")
 app.add_typer(space.app, name="space", help="Show a search space or one of its architectures.")
 app.command("report")(report.report_command)

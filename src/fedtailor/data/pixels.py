@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..errors import UserError
-
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -32,6 +30,17 @@ class Target:
     width: int
     channels: int  # 1 or 3
     fit: Fit = "crop"  # pictures of other proportions: cut off the sides, squash, or pad with black
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How picture files are read: the options of [data]."""
+
+    size: int = 0  # pixels high and wide; 0: as they are, all of one size
+    fit: Fit = "crop"
+    colour: Literal["auto", "grey", "colour"] = "auto"  # auto: grey where all pictures are
+    broken: Literal["stop", "skip"] = "stop"
+    target: Target | None = None  # exactly this, whatever the pictures are
 
 
 @dataclass(frozen=True)
@@ -59,9 +68,7 @@ def header(path: Path) -> Header:
         width, height = image.size
         if image.getexif().get(0x0112) in (5, 6, 7, 8):  # turned by a quarter
             width, height = height, width
-        if image.mode not in GREY | DEEP | COLOUR:
-            raise Broken(f"pixels of mode '{image.mode}' do not become bytes by a rule: convert it to 8 or 16 bits")
-        return Header(height, width, image.mode)
+        return Header(height, width, _known(image.mode))
 
 
 def decode(path: Path, target: Target) -> np.ndarray:
@@ -69,14 +76,18 @@ def decode(path: Path, target: Target) -> np.ndarray:
     from PIL import Image, ImageOps
 
     with _reading(), Image.open(path) as opened:
-        mode = opened.mode
-        if mode not in GREY | DEEP | COLOUR:
-            raise Broken(f"pixels of mode '{mode}' do not become bytes by a rule: convert it to 8 or 16 bits")
+        mode = _known(opened.mode)
         image = ImageOps.exif_transpose(opened)
         if mode in DEEP:
             image = _eight_bits(image)
         image = _fitted(image.convert("L" if target.channels == 1 else "RGB"), target)
         return np.asarray(image, np.uint8).reshape(target.height, target.width, target.channels)
+
+
+def _known(mode: str) -> str:
+    if mode not in GREY | DEEP | COLOUR:
+        raise Broken(f"pixels of mode '{mode}' do not become bytes by a rule: convert it to 8 or 16 bits")
+    return mode
 
 
 def _eight_bits(image: Image) -> Image:
@@ -112,11 +123,3 @@ class _reading:  # noqa: N801 - used as a statement
         known = (OSError, ValueError, SyntaxError, EOFError, IndexError, OverflowError, Image.DecompressionBombError)
         if isinstance(error, known):
             raise Broken(str(error) or type(error).__name__) from error
-
-
-def one_picture(path: Path, target: Target) -> np.ndarray:
-    """Like `decode`, for callers to whom a broken picture is the user's error."""
-    try:
-        return decode(path, target)
-    except Broken as error:
-        raise UserError(f"{path}: not a readable picture ({error}).") from error

@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -70,22 +71,41 @@ class Setup:
         return Federation(self.job, self.method, learn, runs, self.fleet, self.config.make_fleet()), test
 
 
-def prepare(config: Config, saved: Path | None = None) -> Setup:
+def prepare(config: Config, saved: Path | None = None, say: Say | None = None) -> Setup:
     """Loads the data and checks everything that can be wrong. `saved` is a run's own partition file."""
     method = config.make_method()
-    dataset = load_data(config.data.name, Path(config.data.dir) if config.data.dir else None)
+    dataset = load_data(config.data.name, Path(config.data.dir) if config.data.dir else None, config.data.reading, say)
     if saved:
         partition = Partition.load(saved)
         partition.require(dataset)
     else:
         partition = partitions.make(dataset, config.make_partition(), config.clients, config.seed)
     space = config.make_space(dataset.shape, len(dataset.classes))
+    _require_size(space)
     fleet = fleets.make(config.make_fleet(), partition.clients + partition.new_clients, config.seed)
     clients = [(name, len(partition.indices(i, TRAIN))) for i, name in enumerate(partition.names)]
     seats = make_seats(config, space, clients, fleet)
     job = Job(space, seats, partition.clients, config.participants, config.rounds, config.seed, config.local)
     method.check(job)
     return Setup(config, method, dataset, partition, job, fleet)
+
+
+def _require_size(space: Space) -> None:
+    """Raises `UserError` where the space has no network for images of this size."""
+    for arch in (space.largest, space.smallest):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch mentions layers without weights, then fails on them
+                space.cost(arch)
+        except UserError:
+            raise
+        except (RuntimeError, ValueError, ArithmeticError, IndexError) as error:
+            channels, height, width = space.input
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"'{space.name}' cannot take images of {width}x{height} with {channels} channels ({reason}). Make "
+                "pictures larger with data.size, or choose another space or net."
+            ) from error
 
 
 def make_seats(
@@ -143,7 +163,7 @@ def start(
     if out.exists() and any(out.iterdir()):
         what = "holds another run" if (out / "run.json").exists() else "is not empty"
         raise UserError(f"{out} {what}. Continue it with 'fedtailor resume {out}', or choose another --out.")
-    setup = prepare(config)
+    setup = prepare(config, say=watch.say if watch else None)
     write_bytes(out / "config.toml", config.to_toml().encode())
     setup.partition.save(out / "partition.npz")
     _write_facts(out, _facts(setup, chosen, command))
