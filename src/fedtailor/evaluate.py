@@ -41,7 +41,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
     """Accuracies of the state on val and, where the test store is given, on test; and the networks clients keep."""
     method, job = federation.method, federation.job
     trained, held_out = job.seats[: job.clients], job.seats[job.clients :]
-    events, kept = _personal(federation, method, state.server, trained, state.memories, test, "personal")
+    events, kept = keep_networks(federation, method, state.server, trained, state.memories, test, "personal")
     shared = method.shared(state.server)
     if shared is not None:
         clients = [federation.client(seat, state.memories.get(seat.id, {}), state.round) for seat in trained]
@@ -56,7 +56,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
             events += [Event(state.round, client.id, s, "global_accuracy", v) for s, v in found.items()]
     if held_out and test is not None:
         server, memories = onboard(federation, state, held_out)
-        more, more_kept = _personal(federation, method, server, held_out, memories, test, "new")
+        more, more_kept = keep_networks(federation, method, server, held_out, memories, test, "new")
         events, kept = events + more, kept + more_kept
     return events, kept
 
@@ -75,7 +75,7 @@ def onboard(federation: Federation, state: State, seats: Sequence[Seat]) -> tupl
     return server, memories
 
 
-def _personal(
+def keep_networks(
     federation: Federation,
     method: Method,
     server: Server,
@@ -83,12 +83,16 @@ def _personal(
     memories: dict[int, Memory],
     test: Store | None,
     kind: str,
+    epochs: float = 0.0,
 ) -> tuple[list[Event], list[Kept]]:
+    """The networks that clients keep, and their accuracies. With `epochs` each trains on for these, in the end."""
     round, last = server.round, test is not None
     clients = [federation.client(seat, memories.get(seat.id, {}), round, keeping=True) for seat in seats]
 
     async def finish(seat: Seat, client: Client) -> tuple[dict[str, float], Kept]:
         net = await method.personal(method.offer(server, seat), client)
+        if epochs:
+            await client.fit(net, epochs=epochs)
         await client.refresh(net)
         fold_prior(net, client)
         found = await _scores(client, net, _splits(federation, client.id, test), None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import data, fleet, gain, milestones, partition, policies, report, shrink, space, take
+from . import data, fleet, gain, join, milestones, new, partition, policies, report, shrink, space, take
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -40,6 +40,9 @@ app.command("policies")(policies.policies_command)
 app.command("gain")(gain.gain_command)
 app.command("cells")(gain.cells_command)
 app.command("shrink")(shrink.shrink_command)
+app.command("onboard")(join.onboard_command)
+app.command("personalize")(join.personalize_command)
+app.command("new")(new.new_command)
 app.command("export")(take.export_command)
 app.command("predict", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     take.predict_command

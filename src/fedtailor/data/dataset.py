@@ -74,6 +74,12 @@ class Dataset:
         return digest.hexdigest()
 
 
+def fingerprints(images: np.ndarray) -> np.ndarray:
+    """16 bytes for each image by which it is known again, uint8 [N, 16]: the beginning of its pixels' sha256."""
+    found = b"".join(hashlib.sha256(np.ascontiguousarray(image).data).digest()[:16] for image in images)
+    return np.frombuffer(found, np.uint8).reshape(-1, 16)
+
+
 def _pixels(name: str, images: np.ndarray | Sequence[np.ndarray]) -> np.ndarray:
     if len(images) == 0:
         raise UserError(f"{name}: there are no images. A data set needs at least one.")

@@ -61,6 +61,11 @@ def load(
     raise _unknown(name, root)
 
 
+def own(name: str) -> bool:
+    """Whether the source is the user's own, which may grow or change after a run."""
+    return name.endswith(".csv") or name.startswith(("folder:", "npz:"))
+
+
 def pictures(name: str) -> Pictures | None:
     """The picture files of a source that consists of such; None for others."""
     if name.endswith(".csv"):

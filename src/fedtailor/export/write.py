@@ -141,7 +141,8 @@ def _export(
 ) -> Exported:
     space, arch, weights = kept
     shape = space.input
-    whole = Portable(network(space, arch, weights), source.config.data.name, shape[0])
+    normalised_as = source.facts.get("normalised_as", source.config.data.name)
+    whole = Portable(network(space, arch, weights), normalised_as, shape[0])
     about = _about(source, name, space, arch)
     images, checked_on = _check_images(source, client, shape)
     expected = whole.run(images)

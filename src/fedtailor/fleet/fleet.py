@@ -74,6 +74,19 @@ def make(config: FleetConfig, clients: int, seed: int) -> Fleet:
     return tuple(Device(_overridden(config, profile), budget & limits) for profile, budget in devices)
 
 
+def newcomer(config: FleetConfig, clients: int, seed: int, profile: str = "") -> Device:
+    """The device of a client that joins a fleet of so many: the one named, or what the distribution gives it."""
+    limits = config.budget.budget()
+    if profile:
+        return Device(
+            _overridden(config, shipped().get(profile)), _limited_by_memory(shipped().get(profile)).budget & limits
+        )
+    try:
+        return make(config, clients + 1, seed)[-1]
+    except UserError as error:
+        raise UserError(f"the fleet has no device for one more client ({error}) Name one with --profile.") from error
+
+
 def table_of(device: Device) -> dict[str, Any]:
     """A device as a plain table, to write down with a run."""
     return asdict(device.profile) | {"limits": {"absolute": device.budget.limits, "of_largest": _fractions(device)}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import platform
 import sys
@@ -20,10 +21,11 @@ from .. import __version__
 from ..config import FORMAT, Config
 from ..config import load as load_config
 from ..data import partition as partitions
-from ..data.dataset import Dataset
+from ..data.dataset import Dataset, fingerprints
 from ..data.federation import Store, stores
 from ..data.partition import TRAIN, Partition
 from ..data.sources import load as load_data
+from ..data.sources import own
 from ..engine.local import LocalEngine
 from ..engine.loop import Event, Federation
 from ..errors import UserError
@@ -166,7 +168,11 @@ def start(
     setup = prepare(config, say=watch.say if watch else None)
     write_bytes(out / "config.toml", config.to_toml().encode())
     setup.partition.save(out / "partition.npz")
-    _write_facts(out, _facts(setup, chosen, command))
+    if own(config.data.name):
+        buffer = io.BytesIO()
+        np.save(buffer, fingerprints(setup.dataset.images))
+        write_bytes(out / "fingerprints.npy", buffer.getvalue())
+    write_facts(out, facts_of(setup, chosen, command))
     return _continue(setup, out, chosen, workers, watch or Watcher(), engine)
 
 
@@ -191,7 +197,7 @@ def _continue(setup: Setup, out: Path, device: torch.device, workers: int, watch
     state, log_bytes = found if found else (federation.begin(), None)
     log = EventLog(out / "events.csv", log_bytes)
     facts = {**read_facts(out), "status": "running", "device": describe_device(device)}
-    _write_facts(out, facts)
+    write_facts(out, facts)
     began, before = time.perf_counter(), float(facts["seconds"])
     evaluate_every = config.evaluate_every or max(1, config.rounds // 10)
     save_every = config.checkpoint_every or max(1, config.rounds // 10)
@@ -199,7 +205,7 @@ def _continue(setup: Setup, out: Path, device: torch.device, workers: int, watch
     def save(status: str) -> None:
         checkpoint.save(out / "checkpoints", state, log.flush())
         seconds = before + time.perf_counter() - began
-        _write_facts(out, {**facts, "status": status, "rounds_done": state.round, "seconds": seconds})
+        write_facts(out, {**facts, "status": status, "rounds_done": state.round, "seconds": seconds})
 
     watch.begin(f"{config.method['name']} on {config.data.name}", state.round, config.rounds)
     pending: list[Event] = []  # rows of the round in flight: they reach the log when it is whole
@@ -217,10 +223,10 @@ def _continue(setup: Setup, out: Path, device: torch.device, workers: int, watch
                 save("running")
         events, kept = evaluate(federation, state, test)
         _commit(log, events)
-        _save_networks(out / "nets", setup, kept)
+        save_networks(out / "nets", setup, kept)
         log.flush()
         seconds = before + time.perf_counter() - began
-        _write_facts(out, {**facts, "status": "done", "rounds_done": state.round, "seconds": seconds})
+        write_facts(out, {**facts, "status": "done", "rounds_done": state.round, "seconds": seconds})
     except KeyboardInterrupt:
         if state.round == logged and not pending:  # else the last checkpoint stands, and its rounds are run again
             save("stopped")
@@ -249,7 +255,7 @@ def _progress(events: list[Event]) -> dict[str, float]:
     return found
 
 
-def _save_networks(folder: Path, setup: Setup, kept: list[Kept]) -> None:
+def save_networks(folder: Path, setup: Setup, kept: list[Kept]) -> None:
     """One value file per client: its arch and weights, enough to build the network again.
 
     A network that is no point of the run's space comes with the [net] table that builds it.
@@ -282,7 +288,8 @@ def read_networks(out: Path, space: Space) -> dict[int, tuple[Space, Arch, Weigh
     return found
 
 
-def _facts(setup: Setup, device: torch.device, command: str) -> dict[str, Any]:
+def facts_of(setup: Setup, device: torch.device, command: str) -> dict[str, Any]:
+    """What run.json says when a run begins."""
     partition, dataset, space = setup.partition, setup.dataset, setup.job.space
     return {
         "format": FORMAT,
@@ -334,5 +341,5 @@ def read_facts(out: Path) -> dict[str, Any]:
     return facts
 
 
-def _write_facts(out: Path, facts: dict[str, Any]) -> None:
+def write_facts(out: Path, facts: dict[str, Any]) -> None:
     write_bytes(out / "run.json", json.dumps(facts, indent=1).encode())
