@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+import fedtailor as ft
 from fedtailor.cli.main import app
 from fedtailor.data.partition import TRAIN, Partition
 from fedtailor.data.sources import load
@@ -90,6 +91,12 @@ def test_the_newcomers_network_is_exported_and_reported(fedavg: Path, newcomer: 
     assert recorded > 0.5  # strangers' digits, but digits
     model = open_model(out / "export" / "berlin" / "network.onnx")
     assert model.about["client"] == "berlin"
+
+
+def test_the_same_from_python(fedavg: Path, newcomer: Path, tmp_path: Path) -> None:
+    made = ft.load(fedavg).onboard(f"folder:{newcomer}", "berlin", out=tmp_path / "out", device="cpu")
+    assert made.export(int8=False) == [tmp_path / "out" / "export" / "berlin"]
+    assert (tmp_path / "out" / "export" / "berlin" / "network.onnx").is_file()
 
 
 def test_the_budget_holds_for_newcomers(newcomer: Path, tmp_path: Path) -> None:
