@@ -38,7 +38,7 @@ class Run:
         """Writes clients' networks as ONNX files with their cards; returns a folder for each."""
         from .export.write import export_run
 
-        done = export_run(self.folder, client, "onnx", Path(out) if out else None, int8, say=lambda text: None)
+        done = export_run(self.folder, client, "onnx", Path(out) if out else None, int8, say=lambda _: None)
         return [exported.folder for exported in done]
 
     def onboard(self, data: str, name: str, *, out: str | Path | None = None, device: str = "auto") -> Run:
@@ -47,7 +47,7 @@ class Run:
         from .runs.join import join
 
         folder = Path(out) if out else self.folder / "onboard" / folder_name([name], 0)
-        return Run(join(self.folder, data, name, folder, device=device, say=lambda text: None))
+        return Run(join(self.folder, data, name, folder, device=device, say=lambda _: None))
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
