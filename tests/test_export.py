@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from fedtailor.config import Config
 from fedtailor.config import load as load_config
 from fedtailor.data.partition import TEST, Partition
 from fedtailor.errors import UserError
@@ -28,6 +29,7 @@ from fedtailor.export.graph import KEY, Portable, network, to_onnx
 from fedtailor.export.predict import Model, main, open_model, picture_paths
 from fedtailor.export.write import export_run, folder_name
 from fedtailor.nets.base import FixedNet
+from fedtailor.registry import names
 from fedtailor.runs.execute import open_space, prepare, read_networks, start
 from fedtailor.runs.results import Results
 from tools import small_config
@@ -213,6 +215,17 @@ def test_a_network_that_holds_a_datastore(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(graph, "_traced", lacking)  # the other exporter takes over
     assert np.abs(open_model(to_onnx(whole, (1, 4, 4), about)).run(images) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", names("space"))
+def test_every_space_can_be_exported(name: str) -> None:
+    space = Config(space={"name": name}).make_space((3, 32, 32), 4)
+    arch = space.smallest
+    whole = Portable(network(space, arch, space.cut(space.new_weights(0), arch)), "own", 3)
+    about = {"format": 1, "input": [3, 32, 32], "classes": list("abcd"), "fit": "crop"}
+    images = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), np.uint8)
+    got = open_model(to_onnx(whole, (3, 32, 32), about)).run(images)
+    assert np.abs(got - whole.run(images)).max() < 1e-5
 
 
 def test_what_onnx_cannot_say_is_told() -> None:
