@@ -113,6 +113,9 @@ def test_files_beside_the_network(fedrep: Path) -> None:
     assert full["test_change"] == 0
     assert small["test_change"] == small["test_accuracy"] - full["test_accuracy"]
     assert [entry["batch"] for entry in full["latency"]] == [1, 32]
+    images = prepare(small_config("fedrep")).dataset.images[:300]
+    answers = [open_model(folder / name).run(images).argmax(1) for name in ("network.onnx", "network-int8.onnx")]
+    assert (answers[0] == answers[1]).mean() > 0.95
     assert card["data"]["partition_hash"] == Partition.load(fedrep / "partition.npz").hash
     assert card["machine"]["onnxruntime"]
     page = (folder / "card.html").read_text(encoding="utf-8")

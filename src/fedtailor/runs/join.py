@@ -85,6 +85,8 @@ class Before:
             raise UserError(
                 f"{self.folder} has no checkpoint to start from. Run it again, or restore its checkpoints/."
             )
+        if self.facts["status"] != "done":
+            say(f"{self.folder} is not finished: the client joins after round {found[0].round}.")
         return found[0]
 
 
