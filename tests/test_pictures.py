@@ -247,7 +247,7 @@ def test_inspect_finds_what_is_wrong(photos: Path, tmp_path: Path) -> None:
     assert "client 'west' has 1 pictures; a run needs 10" in text
     assert any("client 'west' has one class only (blue)" in r for r in found.remarks)
     assert any("held by several clients" in r for r in found.remarks)
-    assert any("1 pictures are cropped at the sides and resized to 12x12" in p for p in found.plan)
+    assert any(p == "1 pictures are resized to 12x12, 1 of them cropped at the sides" for p in found.plan)
     assert found.judge is not None
     assert found.judge.accuracy > 0.9
     assert "south/red/copy.png" in {found.names[s.place] for s in found.judge.suspects}

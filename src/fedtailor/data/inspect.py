@@ -150,9 +150,11 @@ def _plan(found: Inspection, headers: list[Header], reading: Reading) -> None:
     channels, height, width = found.data.shape
     if reading.size or len(found.sizes) == 1:
         other = len(headers) - found.sizes[_size(height, width)]
+        odd = sum(h.height * width != h.width * height for h in headers)
+        words = {"crop": "cropped at the sides", "squash": "squashed", "pad": "padded with black"}
         if other:
-            words = {"crop": "cropped at the sides and resized", "squash": "squashed", "pad": "padded and resized"}
-            found.plan.append(f"{other} pictures are {words[reading.fit]} to {_size(height, width)}")
+            some = f", {odd} of them {words[reading.fit]}" if odd else ""
+            found.plan.append(f"{other} pictures are resized to {_size(height, width)}{some}")
         smaller = sum(h.height < height or h.width < width for h in headers)
         if smaller:
             found.remarks.append(f"{smaller} pictures are smaller than {_size(height, width)} and get enlarged")
