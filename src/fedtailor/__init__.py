@@ -11,16 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["UserError", "__version__", "compare", "load", "resume", "run"]
+__all__ = ["Run", "UserError", "__version__", "compare", "load", "resume", "run"]
 
 if TYPE_CHECKING:
-    from .api import compare, load, resume, run
+    from .api import Run, compare, load, resume, run
     from .errors import UserError
 
 
 def __getattr__(name: str) -> Any:
     """Loads the parts on first use, so that `import fedtailor` costs next to nothing."""
-    if name in ("compare", "load", "resume", "run"):
+    if name in ("Run", "compare", "load", "resume", "run"):
         from . import api
 
         return getattr(api, name)

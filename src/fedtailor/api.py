@@ -34,6 +34,21 @@ class Run:
 
         return write_report(self.folder)
 
+    def export(self, client: str = "all", *, out: str | Path | None = None, int8: bool = True) -> list[Path]:
+        """Writes clients' networks as ONNX files with their cards; returns a folder for each."""
+        from .export.write import export_run
+
+        done = export_run(self.folder, client, "onnx", Path(out) if out else None, int8, say=lambda _: None)
+        return [exported.folder for exported in done]
+
+    def onboard(self, data: str, name: str, *, out: str | Path | None = None, device: str = "auto") -> Run:
+        """Gives a client that was never there its network, in the method's own way; returns its folder as a run."""
+        from .export.write import folder_name
+        from .runs.join import join
+
+        folder = Path(out) if out else self.folder / "onboard" / folder_name([name], 0)
+        return Run(join(self.folder, data, name, folder, device=device, say=lambda _: None))
+
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from .data.partition import PartitionConfig
+    from .data.pixels import Reading
     from .fleet.fleet import FleetConfig
     from .method import Method
     from .spaces.base import Space
@@ -78,6 +79,17 @@ class Data:
 
     name: str = "digits"
     dir: str = ""  # folder that holds them; default: the environment variable FEDTAILOR_DATA
+    size: Count = 0  # pixels that pictures are made high and wide; 0: as they are, all of one size
+    fit: Literal["crop", "squash", "pad"] = "crop"  # what happens to pictures of other proportions
+    colour: Literal["auto", "grey", "colour"] = "auto"  # auto: grey where all pictures are
+    broken: Literal["stop", "skip"] = "stop"  # what to do about pictures that cannot be read
+
+    @property
+    def reading(self) -> Reading:
+        """How picture files are read."""
+        from .data.pixels import Reading
+
+        return Reading(self.size, self.fit, self.colour, self.broken)
 
 
 @dataclass(frozen=True)

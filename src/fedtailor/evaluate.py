@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -48,7 +49,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
     """Accuracies of the state on val and, where the test store is given, on test; and the networks clients keep."""
     method, job = federation.method, federation.job
     trained, held_out = job.seats[: job.clients], job.seats[job.clients :]
-    events, kept = _personal(federation, method, state.server, trained, state.memories, test, "personal")
+    events, kept = keep_networks(federation, method, state.server, trained, state.memories, test, "personal")
     shared = method.shared(state.server)
     if shared is not None:
         shared = federation.sent(shared)
@@ -64,7 +65,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
             events += [Event(state.round, client.id, s, "global_accuracy", v) for s, v in found.items()]
     if held_out and test is not None:
         server, memories = onboard(federation, state, held_out)
-        more, more_kept = _personal(federation, method, server, held_out, memories, test, "new")
+        more, more_kept = keep_networks(federation, method, server, held_out, memories, test, "new")
         events, kept = events + more, kept + more_kept
     return events, kept
 
@@ -83,7 +84,7 @@ def onboard(federation: Rounds, state: State, seats: Sequence[Seat]) -> tuple[Se
     return server, memories
 
 
-def _personal(
+def keep_networks(
     federation: Federation,
     method: Method,
     server: Server,
@@ -91,13 +92,15 @@ def _personal(
     memories: dict[int, Memory],
     test: Store | None,
     kind: str,
+    epochs: float = 0.0,
 ) -> tuple[list[Event], list[Kept]]:
+    """The networks that clients keep, and their accuracies. With `epochs` each trains on for these, in the end."""
     round, last = server.round, test is not None
     clients = [federation.client(seat, memories.get(seat.id, {}), round, keeping=True) for seat in seats]
     work = [
         (
             f"personal network of client {c.name} after round {round}",
-            finish(method, federation.sent(method.offer(server, s)), c, _splits(federation, c.id, test), last),
+            finish(method, federation.sent(method.offer(server, s)), c, _splits(federation, c.id, test), last, epochs),
         )
         for s, c in zip(seats, clients, strict=True)
     ]
@@ -110,10 +113,15 @@ def _personal(
 
 
 async def finish(
-    method: Method, offer: Task, client: Client, splits: dict[str, Split], last: bool
+    method: Method, offer: Task, client: Client, splits: dict[str, Split], last: bool, epochs: float = 0.0
 ) -> tuple[dict[str, float], Kept]:
-    """Makes a client's personal network and scores it; its weights are kept when the run is over."""
+    """Makes a client's personal network, trains it on for some epochs and scores it.
+
+    Its weights are kept when the run is over.
+    """
     net = await method.personal(offer, client)
+    if epochs:
+        await client.fit(net, epochs=epochs)
     await client.refresh(net)
     fold_prior(net, client)
     found = await scores(client, net, splits)
@@ -169,6 +177,14 @@ async def test_accuracy(client: Client, net: nn.Module, test: Store) -> float:
     await client.refresh(net)
     split = test.split(client.id, TEST)
     return await Score(net, split, client.shift) if split.size else float("nan")
+
+
+def pictures(store: Store, client: int, which: int) -> tuple[np.ndarray, np.ndarray]:
+    """A client's pictures of a split as bytes [number, height, width, channels] and their labels: what the file of a
+    finished network is checked with. Nothing may be chosen by test pictures."""
+    split = store.split(client, which)
+    rows = slice(split.start, split.start + split.size)
+    return split.images[rows].permute(0, 2, 3, 1).contiguous().cpu().numpy(), split.labels[rows].cpu().numpy()
 
 
 def mean_accuracy(events: Iterable[Event], metric: str, split: str = "val") -> float | None:

@@ -8,6 +8,15 @@ import sys
 def main() -> None:
     """Entry point: runs the command; a user's error is one clear message and exit code 2."""
     from ..errors import UserError
+
+    if sys.argv[1:2] == ["predict"]:  # may run where nothing of fedtailor's own needs is installed
+        from ..export import predict
+
+        try:
+            sys.exit(predict.main(sys.argv[2:]))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
     from .main import app, console
 
     try:

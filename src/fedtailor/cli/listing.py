@@ -21,6 +21,7 @@ KINDS = ("methods", "spaces", "nets", "data", "partitions", "fleets", "presets")
 EXTRAS = {
     "report": ("matplotlib", "HTML reports"),
     "hub": ("pyarrow", "data from the Hugging Face hub"),
+    "onnx": ("onnxruntime", "export of networks as ONNX files"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import fleet, gain, milestones, partition, policies, report, serving, shrink, space
+from . import data, fleet, gain, join, milestones, new, partition, policies, report, serving, shrink, space, take
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -30,6 +30,7 @@ Start here:
 """,
 )
 app.add_typer(partition.app, name="partition", help="Make, show and picture a partition of a data set.")
+app.add_typer(data.app, name="data", help="Look at data before anything runs.")
 app.add_typer(fleet.app, name="fleet", help="Show the clients' devices, budgets and round times.")
 app.add_typer(space.app, name="space", help="Show a search space or one of its architectures.")
 app.command("report")(report.report_command)
@@ -42,6 +43,13 @@ app.command("shrink")(shrink.shrink_command)
 app.command("certs")(serving.certs_command)
 app.command("serve")(serving.serve_command)
 app.command("join")(serving.join_command)
+app.command("onboard")(join.onboard_command)
+app.command("personalize")(join.personalize_command)
+app.command("new")(new.new_command)
+app.command("export")(take.export_command)
+app.command("predict", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    take.predict_command
+)
 
 Set = Annotated[
     list[str] | None,

@@ -44,6 +44,7 @@ def make(
     test: Annotated[float, typer.Option(help="Share of a client's images for testing.")] = 0.2,
     new_clients: Annotated[int, typer.Option(help="Extra clients held out of training.")] = 0,
     pool: Annotated[str, typer.Option(help="'all': official train and test images; 'train': train only.")] = "all",
+    size: Annotated[int, typer.Option(min=0, help="Pixels that picture files are made high and wide.")] = 0,
     seed: Annotated[int, typer.Option(help="Another seed, another deal.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Save the partition here (.npz).")] = None,
     svg: Annotated[Path | None, typer.Option(help="Save the class by client picture here (.svg).")] = None,
@@ -63,6 +64,7 @@ def make(
     from ..data.partition import PartitionConfig
     from ..data.partition import make as deal
     from ..data.picture import class_by_client_svg
+    from ..data.pixels import Reading
     from ..data.sources import load
     from ..errors import UserError
 
@@ -73,7 +75,7 @@ def make(
             raise UserError(f"{file}: there is no folder {file.parent}. Create it first.")
     if out and out.suffix != ".npz":
         raise UserError(f"--out {out}: a partition file ends in .npz.")
-    dataset = load(data, data_dir)
+    dataset = load(data, data_dir, Reading(size=size))
     if clients == 0:
         clients = len(dataset.owners) - new_clients if name == "natural" and dataset.owners else 10
     config = PartitionConfig(name, alpha, classes, samples, min_samples, val, test, pool, new_clients)

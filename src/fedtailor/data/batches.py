@@ -23,6 +23,12 @@ NORMALISATION = {
 }
 
 
+def normalisation(name: str, channels: int) -> tuple[Tensor, Tensor]:
+    """Mean and std of a data set's channels, [1, channels, 1, 1] each; others are mapped from 0..255 to -1..1."""
+    mean, std = NORMALISATION.get(name, ((0.5,) * channels, (0.5,) * channels))
+    return torch.tensor(mean).reshape(1, -1, 1, 1), torch.tensor(std).reshape(1, -1, 1, 1)
+
+
 @dataclass(frozen=True)
 class Split:
     """A client's images of one split: a range of a store."""

@@ -11,6 +11,8 @@ import numpy as np
 
 from ..errors import UserError
 
+UNSAID = 255  # the split of an image that the data does not put into one
+
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
@@ -23,6 +25,7 @@ class Dataset:
     official_test: np.ndarray  # bool [N]: images of the official test split (all False where there is none)
     owner: np.ndarray | None = None  # int64 [N]: natural client of each image
     owners: tuple[str, ...] = ()  # natural clients' names
+    split: np.ndarray | None = None  # uint8 [N]: the split that the data gives an image, or UNSAID
 
     def __post_init__(self) -> None:
         self.check()
@@ -44,6 +47,8 @@ class Dataset:
             )
         if self.owner is not None:
             fixed["owner"] = _ids(self.name, "clients", self.owner, n, len(self.owners), "client names")
+        if self.split is not None:
+            fixed["split"] = np.ascontiguousarray(self.split, np.uint8)
         for key, value in fixed.items():
             object.__setattr__(self, key, value)
 
@@ -58,13 +63,21 @@ class Dataset:
 
     @cached_property
     def hash(self) -> str:
-        """What the data is, wherever it was read from: sha256 over shape, pixels, labels and natural clients."""
+        """What the data is, wherever it was read from: sha256 over shape, pixels, labels, clients and given splits."""
         digest = hashlib.sha256(repr(self.images.shape).encode())
         digest.update(self.images.data)
         digest.update(self.labels.astype("<i8").data)
         if self.owner is not None:
             digest.update(self.owner.astype("<i8").data)
+        if self.split is not None:
+            digest.update(self.split.data)
         return digest.hexdigest()
+
+
+def fingerprints(images: np.ndarray) -> np.ndarray:
+    """16 bytes for each image by which it is known again, uint8 [N, 16]: the beginning of its pixels' sha256."""
+    found = b"".join(hashlib.sha256(np.ascontiguousarray(image).data).digest()[:16] for image in images)
+    return np.frombuffer(found, np.uint8).reshape(-1, 16)
 
 
 def _pixels(name: str, images: np.ndarray | Sequence[np.ndarray]) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .batches import NORMALISATION, Split
+from .batches import Split, normalisation
 from .dataset import Dataset
 from .partition import TEST, TRAIN, VAL, Partition
 
@@ -41,9 +41,5 @@ def _store(dataset: Dataset, partition: Partition, splits: tuple[int, ...], devi
     order = np.concatenate(places)
     images = torch.from_numpy(np.ascontiguousarray(dataset.images[order].transpose(0, 3, 1, 2))).to(device)
     labels = torch.from_numpy(dataset.labels[order].astype(np.int64)).to(device)
-    channels = dataset.shape[0]
-    mean, std = NORMALISATION.get(dataset.name, ((0.5,) * channels, (0.5,) * channels))
-    shape = (1, channels, 1, 1)
-    mean_t = torch.tensor(mean, device=device).reshape(shape)
-    std_t = torch.tensor(std, device=device).reshape(shape)
-    return Store({key: Split(images, labels, start, size, mean_t, std_t) for key, (start, size) in bounds.items()})
+    mean, std = (t.to(device) for t in normalisation(dataset.name, dataset.shape[0]))
+    return Store({key: Split(images, labels, start, size, mean, std) for key, (start, size) in bounds.items()})

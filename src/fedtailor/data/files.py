@@ -1,20 +1,22 @@
-"""The user's own data: arrays in an .npz file, or a tree of image files."""
+"""The user's own data: arrays in an .npz file, or picture files."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
 
 from ..errors import UserError
-from .dataset import Dataset
+from . import cache
+from .dataset import UNSAID, Dataset
+from .lists import Pictures, numbered
+from .pixels import Broken, Header, Reading, Target
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-_GREY = {"1", "L", "LA"}
-_COLOUR = {"RGB", "RGBA", "RGBX", "P", "PA", "CMYK", "YCbCr", "LAB", "HSV"}
+Say = Callable[[str], None]
+GIVEN = {"train": 0, "val": 1, "test": 2}  # as in a partition
 
 
 def read_npz(path: Path, name: str) -> Dataset:
@@ -62,84 +64,59 @@ def _texts(values: np.ndarray) -> list[str]:
     return [value.decode() if isinstance(value, bytes) else str(value) for value in values.tolist()]
 
 
-def read_folder(root: Path, name: str) -> Dataset:
-    """DIR/class/image or DIR/client/class/image, in sorted order. Where the clients would be called train and test,
-    they are the official splits instead."""
-    paths = _image_paths(root)
-    parts = [path.relative_to(root).parts for path in paths]
-    size, channels = _size_and_channels(paths)
-    images = np.empty((len(paths), size[1], size[0], channels), np.uint8)
-    for row, path in zip(images, paths, strict=True):
-        row[:] = _decode(path, channels)
-    classes, labels = np.unique([part[-2] for part in parts], return_inverse=True)
-    official_test = np.zeros(len(paths), bool)
-    owner, owners = None, ()
-    if len(parts[0]) == 3:
-        tops = [part[0] for part in parts]
-        if set(tops) == {"train", "test"}:
-            official_test = np.array([top == "test" for top in tops])
-        else:
-            found, owner = np.unique(tops, return_inverse=True)
-            owners = tuple(found.tolist())
-    return Dataset(name, images, labels, tuple(classes.tolist()), official_test, owner, owners)
+def read_pictures(listed: Pictures, name: str, reading: Reading, say: Say | None = None) -> Dataset:
+    """Decodes picture files, or takes them from the cache, into one array."""
+    if reading.target is None:
+        told = cache.headers(listed.paths, say)
+        bad = {i: str(h) for i, h in enumerate(told) if isinstance(h, Broken)}
+        listed = _without(listed, bad, reading, say)
+        target = target_of(listed, [h for h in told if isinstance(h, Header)], reading)
+    else:
+        target = reading.target
+    images, bad = cache.pixels(listed.paths, target, say)
+    kept = _without(listed, bad, reading, say)
+    return assemble(kept, np.delete(images, list(bad), axis=0) if bad else images, name)
 
 
-def _image_paths(root: Path) -> list[Path]:
-    if not root.is_dir():
-        raise UserError(f"{root}: there is no such folder.")
-    seen = [path for path in root.rglob("*") if not any(p.startswith(".") for p in path.relative_to(root).parts)]
-    paths = [path for path in seen if path.suffix.lower() in SUFFIXES and path.is_file()]
-    paths.sort(key=lambda path: path.relative_to(root).parts)
-    if not paths:
-        raise UserError(f"{root}: no images. Expected {root}/class/image.png or {root}/client/class/image.png.")
-    depths: dict[int, Path] = {}
-    for path in paths:
-        depths.setdefault(len(path.relative_to(root).parts), path)
-    if len(depths) > 1:
-        first, second = (depths[depth].relative_to(root) for depth in sorted(depths)[:2])
-        raise UserError(
-            f"{root}: '{first}' and '{second}' lie at different depths. Put every image at class/image, or every "
-            "image at client/class/image."
-        )
-    if depths.keys() - {2, 3}:
-        raise UserError(f"{root}: '{paths[0].relative_to(root)}' is neither class/image nor client/class/image.")
-    tops = {path.relative_to(root).parts[0] for path in paths}
-    empty = sorted(path.name for path in seen if path.parent == root and path.is_dir() and path.name not in tops)
-    if empty:
-        raise UserError(f"{root / empty[0]}: holds no images. Fill it or remove it.")
-    return paths
+def assemble(kept: Pictures, images: np.ndarray, name: str) -> Dataset:
+    """The data set of some pictures and their pixels."""
+    classes, labels = numbered(kept.labels)
+    owners, owner = numbered(kept.clients) if kept.clients else ((), None)
+    official_test = np.array([split == "test" for split in kept.splits] or [False] * len(kept))
+    # folders called train and test are an official split, to be dealt anew; a manifest says what is to be used for what
+    said = np.array([GIVEN.get(split, UNSAID) for split in kept.splits], np.uint8) if kept.manifest else None
+    return Dataset(name, images, labels, classes, official_test, owner, owners, said if kept.splits else None)
 
 
-def _size_and_channels(paths: list[Path]) -> tuple[tuple[int, int], int]:
-    """One size for all, and one channel where every image is grey. Only headers are read."""
-    from PIL import Image
-
-    sizes, modes = [], set()
-    for path in paths:
-        try:
-            with Image.open(path) as image:
-                sizes.append(image.size)
-                modes.add(image.mode)
-                mode = image.mode
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise UserError(f"{path}: not a readable image ({error}). Repair or remove it.") from error
-        if mode not in _GREY | _COLOUR:
-            raise UserError(f"{path}: pixels of mode '{mode}' do not fit a byte. Convert the images to 8 bits first.")
-        if sizes[-1] != sizes[0]:
-            (w0, h0), (w1, h1) = sizes[0], sizes[-1]
+def target_of(listed: Pictures, headers: Sequence[Header], reading: Reading) -> Target:
+    """What all pictures are made into; an error where that is not clear."""
+    grey = all(h.grey for h in headers) if reading.colour == "auto" else reading.colour == "grey"
+    channels = 1 if grey else 3
+    if reading.size:
+        return Target(reading.size, reading.size, channels, reading.fit)
+    first = headers[0]
+    for i, h in enumerate(headers):
+        if (h.height, h.width) != (first.height, first.width):
             raise UserError(
-                f"{paths[0]} is {w0}x{h0} and {path} is {w1}x{h1}. All images need one size: resize them first, for "
-                "example with ImageMagick: mogrify -resize '32x32!' FILES"
+                f"{listed.paths[0]} is {first.width}x{first.height} and {listed.paths[i]} is {h.width}x{h.height}. All "
+                "images need one size: let fedtailor resize them with data.size, for example --set data.size=32."
             )
-    return sizes[0], 1 if modes <= _GREY else 3
+    return Target(first.height, first.width, channels, reading.fit)
 
 
-def _decode(path: Path, channels: int) -> np.ndarray:
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise UserError(f"{path}: the image is damaged or cut short ({error}). Repair or remove it.") from error
-    return pixels.reshape(*pixels.shape[:2], channels)
+def _without(listed: Pictures, bad: dict[int, str], reading: Reading, say: Say | None) -> Pictures:
+    """The pictures that can be read. Others are an error that names them, or skipped, as asked for."""
+    if not bad:
+        return listed
+    named = [f"{listed.paths[i]} ({why})" for i, why in list(bad.items())[:3]]
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    if reading.broken == "stop":
+        raise UserError(
+            f"{len(bad)} of {len(listed)} pictures cannot be read: {', '.join(named)}{more}. Repair or remove them, or "
+            "leave them out with --set data.broken=skip."
+        )
+    if len(bad) == len(listed):
+        raise UserError(f"none of the {len(listed)} pictures can be read: {named[0]}{more}.")
+    if say:
+        say(f"skipped {len(bad)} of {len(listed)} pictures: {', '.join(named)}{more}")
+    return listed.at([i for i in range(len(listed)) if i not in bad])

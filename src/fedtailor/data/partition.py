@@ -225,7 +225,8 @@ def make(dataset: Dataset, config: PartitionConfig, clients: int, seed: int) -> 
     _require_enough(dealt, names, config)
     owner = np.full(len(dataset), -1, np.int32)
     owner[pool] = dealt
-    split = rules.split(owner, dataset.labels, total, config, seed)
+    split = rules.split(owner, dataset.labels, total, config, seed, dataset.split)
+    _require_training(owner, split, names)
     recipe = {"data": dataset.name, **asdict(config), "clients": clients, "seed": seed}
     for option, used_by in (("alpha", "dirichlet"), ("classes", "label-skew")):
         if not config.name.startswith(used_by):
@@ -243,6 +244,13 @@ def _saved(dataset: Dataset, config: PartitionConfig, clients: int) -> Partition
             f"Set clients = {partition.clients} or use another partition."
         )
     return partition
+
+
+def _require_training(owner: np.ndarray, split: np.ndarray, names: tuple[str, ...]) -> None:
+    """A manifest can put all of a client's images into val and test."""
+    for client, name in enumerate(names):
+        if not ((owner == client) & (split == TRAIN)).any():
+            raise UserError(f"{name} has no training images: the data puts all of its images into val and test.")
 
 
 def _require_enough(dealt: np.ndarray, names: tuple[str, ...], config: PartitionConfig) -> None:

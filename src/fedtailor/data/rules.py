@@ -200,26 +200,54 @@ def natural(
     return np.argsort(order)[dataset.owner[pool]].astype(np.int32), tuple(dataset.owners[i] for i in order)
 
 
-def split(owner: np.ndarray, labels: np.ndarray, clients: int, config: PartitionConfig, seed: int) -> np.ndarray:
-    """Train, val and test of every client, each with the client's own label mix as nearly as whole images allow."""
+def split(
+    owner: np.ndarray,
+    labels: np.ndarray,
+    clients: int,
+    config: PartitionConfig,
+    seed: int,
+    given: np.ndarray | None = None,
+) -> np.ndarray:
+    """Train, val and test of every client, each with the client's own label mix as nearly as whole images allow.
+
+    Images that the data itself puts into a split stay there. Of the kinds of split that it gives a client no image of,
+    the client's share is drawn from its other images: those said to be for training, and those of which nothing is
+    said.
+    """
     out = np.full(len(owner), UNUSED, np.uint8)
     classes = int(labels.max()) + 1
     for client in range(clients):
         images = np.flatnonzero(owner == client)
-        out[images] = split_of(client, labels[images], classes, config, seed)
+        said = None if given is None else given[images]
+        out[images] = split_of(client, labels[images], classes, config, seed, said)
     return out
 
 
-def split_of(client: int, labels: np.ndarray, classes: int, config: PartitionConfig, seed: int) -> np.ndarray:
-    """Train, val or test for each of one client's images."""
+def split_of(
+    client: int,
+    labels: np.ndarray,
+    classes: int,
+    config: PartitionConfig,
+    seed: int,
+    given: np.ndarray | None = None,
+) -> np.ndarray:
+    """Train, val or test for each of one client's images; those that are given as val or test are that."""
     rng = rng_of(seed, "partition", "split", client)
-    images = rng.permutation(len(labels))
+    out = np.full(len(labels), TRAIN, np.uint8)
+    said = set() if given is None else set(given.tolist()) & {VAL, TEST}
+    if given is not None:
+        fixed = np.isin(given, (VAL, TEST))
+        out[fixed] = given[fixed]
+    images = rng.permutation(np.flatnonzero(out == TRAIN))
     # classes in random order, so that none is always the one that rounding favours
     rank = rng.permutation(classes)
     images = images[np.argsort(rank[labels[images]], kind="stable")]
+    if not len(images):
+        return out
     n_val, n_test = split_sizes(len(images), config)
-    out = np.full(len(labels), TRAIN, np.uint8)
     for kind, wanted in ((TEST, n_test), (VAL, n_val)):
+        if kind in said:
+            continue
         # evenly spaced places in a list sorted by class: each class gives its share, give or take one
         at = np.floor((np.arange(wanted) + rng.random()) * (len(images) / max(wanted, 1))).astype(np.int64)
         at = np.minimum(at, len(images) - 1)  # in case of rounding up to the very end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 from ..errors import UserError, nearest
 from . import cifar, compact, files, hub
 from .dataset import Dataset
+from .lists import Pictures, in_folder, in_manifest
+from .pixels import Reading
 
 NAMES = {
     "digits": "1,797 handwritten digits, 8x8 grey, 10 classes; comes with scikit-learn, nothing to download",
@@ -21,20 +24,32 @@ NAMES = {
     "hub:cifar100": "CIFAR-100 downloaded from the Hugging Face hub (needs the 'hub' extra)",
     "npz:FILE": "your own arrays: images (or x), labels (or y), optional client and classes",
     "folder:DIR": "your own image files: DIR/class/*.png or DIR/client/class/*.png",
+    "FILE.csv": "your own image files by a manifest: columns path, label, and perhaps client and split",
     "compact:DIR": "a folder in the compact layout (meta.json beside .webps, .xz and .npy files)",
     "PACK": "any compact pack in the data folder, by its folder's name",
 }
-_READERS = {"npz": files.read_npz, "folder": files.read_folder, "compact": compact.read}
+_READERS = {"npz": files.read_npz, "compact": compact.read}
 
 
-def load(name: str, folder: Path | str | None = None) -> Dataset:
-    """Reads the data set called `name`; `folder` (or the variable FEDTAILOR_DATA) is where downloaded sets lie."""
+def load(
+    name: str,
+    folder: Path | str | None = None,
+    reading: Reading | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Dataset:
+    """Reads the data set called `name`; `folder` (or the variable FEDTAILOR_DATA) is where downloaded sets lie.
+
+    `reading` says how picture files become arrays, and `say` hears of a long reading's progress.
+    """
+    listed = pictures(name)
+    if listed is not None:
+        return files.read_pictures(listed, name, reading or Reading(), say)
     prefix, colon, rest = name.partition(":")
     if name == "digits":
         return _digits()
     if prefix == "hub" and colon:
         return hub.load(rest)
-    if prefix in _READERS and colon:
+    if prefix in (*_READERS, "folder") and colon:
         if not rest:
             raise UserError(f"data.name = '{name}': a path has to follow the colon, as in '{prefix}:path/to/data'.")
         return _READERS[prefix](Path(rest).expanduser(), name)
@@ -44,6 +59,20 @@ def load(name: str, folder: Path | str | None = None) -> Dataset:
     if root and re.fullmatch(r"[\w.-]+", name) and (root / name / compact.META).is_file():
         return compact.read(root / name, name)
     raise _unknown(name, root)
+
+
+def own(name: str) -> bool:
+    """Whether the source is the user's own, which may grow or change after a run."""
+    return name.endswith(".csv") or name.startswith(("folder:", "npz:"))
+
+
+def pictures(name: str) -> Pictures | None:
+    """The picture files of a source that consists of such; None for others."""
+    if name.endswith(".csv"):
+        return in_manifest(Path(name).expanduser())
+    if name.startswith("folder:") and name != "folder:":
+        return in_folder(Path(name.removeprefix("folder:")).expanduser())
+    return None
 
 
 def _data_folder(folder: Path | str | None) -> Path | None:

@@ -25,7 +25,7 @@ from ..data import partition as partitions
 from ..data.dataset import Dataset
 from ..data.federation import Store, stores
 from ..data.partition import TEST, TRAIN, VAL, Partition
-from ..data.rules import split_of, split_sizes
+from ..data.rules import split_of
 from ..data.sources import load as load_data
 from ..errors import UserError
 from ..evaluate import finish, network_value, scores
@@ -232,7 +232,9 @@ class Site:
     def _about(self, config: Config) -> dict[str, Value]:
         dataset = self._dataset(config)
         if self.data:
-            samples = len(dataset) - sum(split_sizes(len(dataset), config.make_partition()))
+            rules, classes = config.make_partition(), len(dataset.classes)
+            split = split_of(0, dataset.labels, classes, rules, config.seed, dataset.split)
+            samples = int((split == TRAIN).sum())  # as many whatever the seat
         else:
             place, partition = self._share(config, dataset)
             samples = len(partition.indices(place, TRAIN))
@@ -253,7 +255,9 @@ class Site:
         dataset = self._dataset(config)
         if self.data:
             own = _in_classes(dataset, request.classes)
-            split = split_of(seat.id, own.labels, len(request.classes), config.make_partition(), config.seed)
+            split = split_of(
+                seat.id, own.labels, len(request.classes), config.make_partition(), config.seed, own.split
+            )
             owner = np.full(len(own), seat.id, np.int32)
             partition = Partition(owner, split, seat.id + 1, 0, "", {}, (self.name,))
         else:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..errors import UserError, unknown
 from ..options import Fraction, NonNegative, Positive
@@ -72,6 +72,36 @@ def make(config: FleetConfig, clients: int, seed: int) -> Fleet:
     devices = _distribute(config, clients, seed)
     limits = config.budget.budget()
     return tuple(Device(_overridden(config, profile), budget & limits) for profile, budget in devices)
+
+
+def newcomer(config: FleetConfig, clients: int, seed: int, profile: str = "") -> Device:
+    """The device of a client that joins a fleet of so many: the one named, or what the distribution gives it."""
+    limits = config.budget.budget()
+    if profile:
+        return Device(
+            _overridden(config, shipped().get(profile)), _limited_by_memory(shipped().get(profile)).budget & limits
+        )
+    try:
+        return make(config, clients + 1, seed)[-1]
+    except UserError as error:
+        raise UserError(f"the fleet has no device for one more client ({error}) Name one with --profile.") from error
+
+
+def table_of(device: Device) -> dict[str, Any]:
+    """A device as a plain table, to write down with a run."""
+    return asdict(device.profile) | {"limits": {"absolute": device.budget.limits, "of_largest": _fractions(device)}}
+
+
+def device_of(table: Mapping[str, Any]) -> Device:
+    """The device of such a table."""
+    limits = table["limits"]
+    fractions = budget_of(limits["of_largest"]) if limits["of_largest"] else None
+    profile = Profile(**{key: value for key, value in table.items() if key != "limits"})
+    return Device(profile, budget_of(limits["absolute"], fractions))
+
+
+def _fractions(device: Device) -> dict[str, float]:
+    return device.budget.of_largest.limits if device.budget.of_largest else {}
 
 
 def _distribute(config: FleetConfig, clients: int, seed: int) -> list[Device]:

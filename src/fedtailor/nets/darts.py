@@ -119,6 +119,9 @@ class DartsMixture(_DartsNet):
     def describe(self, arch: Arch) -> str:
         return "every operation of every edge, weighed by the softmax of alpha"
 
+    def draw(self, arch: Arch) -> str:
+        return self.space.draw_keep(self.space.full_keep)
+
     def pieces(self, arch: Arch) -> dict[str, Piece]:
         return self._pieces
 

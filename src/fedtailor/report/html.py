@@ -29,7 +29,7 @@ COSTS = {
 def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write the report of one run (report.html in its folder unless told) and return where it is."""
     run = Results.read(Path(folder))
-    return _write("template.html", run_page(run), Path(out) if out else run.folder / "report.html")
+    return write_page("template.html", run_page(run), Path(out) if out else run.folder / "report.html")
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> Path:
@@ -38,10 +38,11 @@ def write_comparison(folders: Sequence[Path], out: Path) -> Path:
 
 
 def write_comparison_page(comparison: Comparison, out: Path) -> Path:
-    return _write("comparison.html", comparison_page(comparison), out)
+    return write_page("comparison.html", comparison_page(comparison), out)
 
 
-def _write(template: str, page: dict[str, Any], out: Path) -> Path:
+def write_page(template: str, page: dict[str, Any], out: Path) -> Path:
+    """Fills a template of this room and writes the page, whole or not at all."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -19,11 +21,12 @@ from .. import __version__
 from ..config import FORMAT, Config
 from ..config import load as load_config
 from ..data import partition as partitions
-from ..data.dataset import Dataset
+from ..data.dataset import Dataset, fingerprints
 from ..data.federation import Store, stores
 from ..data.partition import TRAIN, Partition
 from ..data.public import public_images, with_public
 from ..data.sources import load as load_data
+from ..data.sources import own
 from ..engine.local import LocalEngine
 from ..engine.loop import Event, Federation, State
 from ..errors import UserError
@@ -116,11 +119,11 @@ class Setup:
         return Federation(self.job, self.method, learn, runs, self.fleet, self.config.make_fleet()), test
 
 
-def prepare(config: Config, saved: Path | None = None) -> Setup:
+def prepare(config: Config, saved: Path | None = None, say: Say | None = None) -> Setup:
     """Loads the data and checks everything that can be wrong. `saved` is a run's own partition file."""
     method = config.make_method()
     folder = Path(config.data.dir) if config.data.dir else None
-    dataset = load_data(config.data.name, folder)
+    dataset = load_data(config.data.name, folder, config.data.reading, say)
     if saved:
         partition = Partition.load(saved)
         partition.require(dataset)
@@ -139,21 +142,46 @@ def make_job(
 ) -> tuple[Job, fleets.Fleet]:
     """The job of a config with clients of these names and numbers of training samples, and their devices."""
     space = config.make_space(shape, classes)
-    rules = config.make_fleet()
-    fleet = fleets.make(rules, len(names), config.seed)
-    largest, batch = space.cost(space.largest), config.local.batch
+    _require_size(space)
+    fleet = fleets.make(config.make_fleet(), len(names), config.seed)
+    seats = make_seats(config, space, list(zip(names, samples, strict=True)), fleet)
+    return Job(space, seats, config.clients, config.participants, config.rounds, config.seed, config.local), fleet
+
+
+def _require_size(space: Space) -> None:
+    """Raises `UserError` where the space has no network for images of this size."""
+    for arch in (space.largest, space.smallest):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch mentions layers without weights, then fails on them
+                space.cost(arch)
+        except UserError:
+            raise
+        except (RuntimeError, ValueError, ArithmeticError, IndexError) as error:
+            channels, height, width = space.input
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"'{space.name}' cannot take images of {width}x{height} with {channels} channels ({reason}). Make "
+                "pictures larger with data.size, or choose another space or net."
+            ) from error
+
+
+def make_seats(
+    config: Config, space: Space, clients: Sequence[tuple[str, int]], fleet: fleets.Fleet
+) -> tuple[Seat, ...]:
+    """What the server knows of its clients, given as names and numbers of training images, and of their devices."""
+    largest, batch, rules = space.cost(space.largest), config.local.batch, config.make_fleet()
     seats = []
-    for i, (name, count, device) in enumerate(zip(names, samples, fleet, strict=True)):
-        images = int(count * config.local.epochs)
+    for i, ((name, samples), device) in enumerate(zip(clients, fleet, strict=True)):
+        images = int(samples * config.local.epochs)
         profile = device.profile.sharing(config.participants) if rules.shared_link else device.profile
         if rules.hard:
             require_feasible(space, device.budget, name, batch, profile, images)
         budget = device.budget.absolute(largest, batch, profile, images)
-        seats.append(Seat(i, name, count, profile, budget, rules.hard, space, batch, images))
+        seats.append(Seat(i, name, samples, profile, budget, rules.hard, space, batch, images))
     if config.archs:
         seats = give(config.archs, seats, config.seed)
-    seats = tuple(seats)
-    return Job(space, seats, config.clients, config.participants, config.rounds, config.seed, config.local), fleet
+    return tuple(seats)
 
 
 def make_engine(
@@ -191,10 +219,14 @@ def start(
     """Runs a config in a new folder; returns the folder."""
     chosen = choose_device(device)
     require_free(out)
-    setup = prepare(config)
+    setup = prepare(config, say=watch.say if watch else None)
     write_bytes(out / "config.toml", config.to_toml().encode())
     setup.partition.save(out / "partition.npz")
-    write_facts(out, _facts(setup, chosen, command))
+    if own(config.data.name):
+        buffer = io.BytesIO()
+        np.save(buffer, fingerprints(setup.dataset.images))
+        write_bytes(out / "fingerprints.npy", buffer.getvalue())
+    write_facts(out, facts_of(setup, chosen, command))
     return _drive(setup, out, chosen, workers, watch or Watcher(), engine)
 
 
@@ -267,8 +299,7 @@ def drive(driver: Driver, config: Config, job: Job, out: Path, device: torch.dev
                 save("running")
         events, kept = driver.finish(state)
         _commit(log, events)
-        for net in kept:
-            write_value(out / "nets" / f"{net.client:06d}.safetensors", network_value(net, job.space))
+        save_networks(out / "nets", job.space, kept)
         log.flush()
         seconds = before + time.perf_counter() - began
         write_facts(out, {**facts, "status": "done", "rounds_done": state.round, "seconds": seconds})
@@ -300,6 +331,12 @@ def _progress(events: list[Event]) -> dict[str, float]:
     return found
 
 
+def save_networks(folder: Path, space: Space, kept: Sequence[Kept]) -> None:
+    """One value file per client: its arch and weights, enough to build the network again."""
+    for net in kept:
+        write_value(folder / f"{net.client:06d}.safetensors", network_value(net, space))
+
+
 def open_space(out: Path) -> Space:
     """The space of a run, without its data."""
     facts = read_facts(out)
@@ -321,7 +358,8 @@ def read_networks(out: Path, space: Space) -> dict[int, tuple[Space, Arch, Weigh
     return found
 
 
-def _facts(setup: Setup, device: torch.device, command: str) -> dict[str, Any]:
+def facts_of(setup: Setup, device: torch.device, command: str) -> dict[str, Any]:
+    """What run.json says when a run begins."""
     partition, dataset = setup.partition, setup.dataset
     return {
         **common_facts(setup.method, setup.job, dataset.classes, device, command),

@@ -1,0 +1,186 @@
+"""Pictures decoded once: blocks of uint8 arrays on disk, each named by what it was made from and sealed by a hash.
+
+A block is known by its files' paths, sizes and times of change and by what pictures are made into. So a decoding that
+was stopped goes on where it was, a changed file is read again, and a damaged block is made anew. The folder is
+$FEDTAILOR_CACHE, or fedtailor in the user's cache folder; it can be deleted at any time. `off` keeps nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .pixels import Broken, Header, Target, decode, header
+
+FORMAT = 1  # of a block, and of the rules by which a file becomes pixels
+BLOCK = 256
+Say = Callable[[str], None]
+
+
+def cache_folder() -> Path | None:
+    """Where blocks are kept; None: nowhere."""
+    told = os.environ.get("FEDTAILOR_CACHE", "")
+    if told == "off":
+        return None
+    if told:
+        return Path(told).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedtailor"
+
+
+def headers(paths: Sequence[Path], say: Say | None = None) -> list[Header | Broken]:
+    """Size and kind of every picture, or what is wrong with it."""
+
+    def read(path: Path) -> Header | Broken:
+        try:
+            return header(path)
+        except Broken as error:
+            return error
+
+    found: list[Header | Broken] = []
+    with _workers() as pool, _Progress("looked at", len(paths), say) as progress:
+        for block in _blocks(paths):
+            key = _key("headers", block)
+            kept = _read(key)
+            if kept is None:
+                part = list(pool.map(read, block))
+                told = [[h.height, h.width, h.mode] if isinstance(h, Header) else str(h) for h in part]
+                _write(key, {"headers": np.frombuffer(json.dumps(told).encode(), np.uint8)})
+            else:
+                told = json.loads(kept["headers"].tobytes())
+                part = [Broken(entry) if isinstance(entry, str) else Header(*entry) for entry in told]
+            found += part
+            progress.add(len(block))
+    return found
+
+
+def pixels(paths: Sequence[Path], target: Target, say: Say | None = None) -> tuple[np.ndarray, dict[int, str]]:
+    """All pictures as one array, and the places of those that are broken, with the reason; these are black."""
+
+    def read(path: Path) -> np.ndarray | Broken:
+        try:
+            return decode(path, target)
+        except Broken as error:
+            return error
+
+    images = np.zeros((len(paths), target.height, target.width, target.channels), np.uint8)
+    broken: dict[int, str] = {}
+    at = 0
+    with _workers() as pool, _Progress("decoded", len(paths), say) as progress:
+        for block in _blocks(paths):
+            key = _key(f"pixels {astuple(target)}", block)
+            kept = _read(key)
+            part = images[at : at + len(block)]
+            if kept is None or kept["images"].shape != part.shape:
+                bad: dict[int, str] = {}
+                for i, found in enumerate(pool.map(read, block)):
+                    if isinstance(found, Broken):
+                        bad[i] = str(found)
+                    else:
+                        part[i] = found
+                _write(key, {"images": part, "broken": np.frombuffer(json.dumps(bad).encode(), np.uint8)})
+            else:
+                part[:] = kept["images"]
+                bad = {int(i): why for i, why in json.loads(kept["broken"].tobytes()).items()}
+            broken |= {at + i: why for i, why in bad.items()}
+            at += len(block)
+            progress.add(len(block))
+    return images, broken
+
+
+def _workers() -> ThreadPoolExecutor:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ThreadPoolExecutor(cores)  # Pillow decodes without holding Python's lock
+
+
+def _blocks(paths: Sequence[Path]) -> list[Sequence[Path]]:
+    return [paths[i : i + BLOCK] for i in range(0, len(paths), BLOCK)]
+
+
+def _key(what: str, paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256(f"{FORMAT} {what}".encode())
+    for path in paths:
+        try:
+            told = path.stat()
+            state = f"{told.st_size} {told.st_mtime_ns}"
+        except OSError:
+            state = "missing"
+        digest.update(f"\0{path.absolute()}\0{state}".encode())
+    return digest.hexdigest()
+
+
+def _read(key: str) -> dict[str, np.ndarray] | None:
+    """A block, where it is there and whole."""
+    folder = cache_folder()
+    path = folder / key[:2] / f"{key}.npz" if folder else None
+    if path is None or not path.is_file():
+        return None
+    # whatever NumPy and zip stumble over, the file is damaged and made anew
+    with contextlib.suppress(Exception), np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+        seal = arrays.pop("seal").tobytes()
+        if seal == _seal(arrays):
+            return arrays
+    return None
+
+
+def _write(key: str, arrays: dict[str, np.ndarray]) -> None:
+    """Keeps a block, whole or not at all. A disk that is full or read-only costs time, not the run."""
+    folder = cache_folder()
+    if folder is None:
+        return
+    path = folder / key[:2] / f"{key}.npz"
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays, seal=np.frombuffer(_seal(arrays), np.uint8))  # type: ignore[arg-type]
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(buffer.getvalue())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+def _seal(arrays: dict[str, np.ndarray]) -> bytes:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].shape} {arrays[name].dtype}".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return digest.digest()
+
+
+class _Progress:
+    """Says how far a long reading is, every few seconds."""
+
+    def __init__(self, verb: str, total: int, say: Say | None, every: float = 3.0) -> None:
+        self.verb, self.total, self.say, self.every = verb, total, say, every
+        self.done = 0
+        self.began = self.last = time.perf_counter()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+    def add(self, count: int) -> None:
+        self.done += count
+        now = time.perf_counter()
+        if self.say and now - self.last >= self.every and self.done < self.total:
+            left = (now - self.began) / self.done * (self.total - self.done)
+            self.say(f"{self.verb} {self.done:,} of {self.total:,} pictures, {left:.0f} s left")
+            self.last = now
