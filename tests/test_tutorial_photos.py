@@ -16,12 +16,7 @@ from fedtailor.export.predict import main as predict
 from fedtailor.runs.results import Results
 
 TEXT = (Path(__file__).parent.parent / "docs" / "tutorial-photos.md").read_text(encoding="utf-8")
-SMALL = {
-    "rounds = 12": "rounds = 1",
-    "evaluate_every = 6": "evaluate_every = 1",
-    "size = 16": "size = 8",
-    "cells = 3": "cells = 2",
-}
+SMALL = {"rounds = 12": "rounds = 1", "evaluate_every = 6": "evaluate_every = 1", "size = 16": "size = 8"}
 
 
 def blocks(language: str) -> list[str]:
