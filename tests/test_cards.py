@@ -14,6 +14,7 @@ from fedtailor.errors import UserError
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.registry import lookup, names
 from fedtailor.report.explain import COLUMNS, explain, row
+from fedtailor.runs.execute import open_space, read_networks, start
 from fedtailor.runs.rehearse import Rehearsal, rehearse
 from tools import small_config
 
@@ -78,6 +79,20 @@ def test_methods_run_on_archs_given_to_clients(method: str) -> None:
 def test_archs_that_cannot_be_given(method: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         rehearse(small_config(method, **options))
+
+
+def test_archs_that_a_search_found_are_trained_by_another_method(tmp_path: Path) -> None:
+    searched = start(small_config("perfedrlnas", rounds=1, clients=2), tmp_path / "search", "cpu", workers=1)
+    config = small_config("fedrep", rounds=1, clients=2, space__name="tiny", archs=str(searched))
+    trained = start(config, tmp_path / "train", "cpu", workers=1)
+    spaces = [open_space(folder) for folder in (searched, trained)]
+    found, kept = (read_networks(f, s) for f, s in zip((searched, trained), spaces, strict=True))
+    assert {i: net[1] for i, net in found.items()} == {i: net[1] for i, net in kept.items()}
+    assert config.archs in (trained / "config.toml").read_text()
+    with pytest.raises(UserError, match="space or its options are not those"):
+        rehearse(small_config("fedrep", space__name="vit", archs=str(searched)))
+    with pytest.raises(UserError, match="no network of client"):
+        rehearse(small_config("fedrep", clients=3, space__name="tiny", archs=str(searched)))
 
 
 def test_a_method_for_one_network_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
