@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,18 @@ def test_the_command_line_explains_and_lists() -> None:
     assert "personal part  head" in shown.output
     refused = CliRunner().invoke(app, ["list", "spaces", "--table"])
     assert isinstance(refused.exception, UserError)
+
+
+PAGES = Path(__file__).parent.parent / "docs" / "methods"
+
+
+@pytest.mark.parametrize(
+    "method", [m for m in names("method") if lookup("method", m).needs == "net" and (PAGES / f"{m}.md").exists()]
+)
+def test_a_methods_page_names_its_options_and_lists_its_deviations(method: str) -> None:
+    page, cls = (PAGES / f"{method}.md").read_text(encoding="utf-8"), lookup("method", method)
+    flat = " ".join(page.split())
+    for deviation in vars(cls).get("deviations", ()):
+        assert f"- {deviation}" in flat
+    for field in dataclasses.fields(cls):
+        assert f"| `{field.name}` |" in page
