@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fedtailor.errors import UserError
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.registry import lookup, names
 from fedtailor.report.explain import COLUMNS, explain, row
+from fedtailor.runs.execute import open_space, read_networks, start
 from fedtailor.runs.rehearse import Rehearsal, rehearse
 from tools import small_config
 
@@ -81,6 +83,20 @@ def test_archs_that_cannot_be_given(method: str, options: dict[str, Any], says: 
         rehearse(small_config(method, **options))
 
 
+def test_archs_that_a_search_found_are_trained_by_another_method(tmp_path: Path) -> None:
+    searched = start(small_config("perfedrlnas", rounds=1, clients=2), tmp_path / "search", "cpu", workers=1)
+    config = small_config("fedrep", rounds=1, clients=2, space__name="tiny", archs=str(searched))
+    trained = start(config, tmp_path / "train", "cpu", workers=1)
+    spaces = [open_space(folder) for folder in (searched, trained)]
+    found, kept = (read_networks(f, s) for f, s in zip((searched, trained), spaces, strict=True))
+    assert {i: net[1] for i, net in found.items()} == {i: net[1] for i, net in kept.items()}
+    assert config.archs in (trained / "config.toml").read_text()
+    with pytest.raises(UserError, match="space or its options are not those"):
+        rehearse(small_config("fedrep", space__name="vit", archs=str(searched)))
+    with pytest.raises(UserError, match="no network of client"):
+        rehearse(small_config("fedrep", clients=3, space__name="tiny", archs=str(searched)))
+
+
 def test_a_method_for_one_network_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FedAvg, "one_network", "its server makes weights of one shape")
     with pytest.raises(UserError, match="the same network everywhere: its server makes weights of one shape"):
@@ -125,3 +141,18 @@ def test_the_command_line_explains_and_lists() -> None:
     assert "personal part  head" in shown.output
     refused = CliRunner().invoke(app, ["list", "spaces", "--table"])
     assert isinstance(refused.exception, UserError)
+
+
+PAGES = Path(__file__).parent.parent / "docs" / "methods"
+
+
+@pytest.mark.parametrize(
+    "method", [m for m in names("method") if lookup("method", m).needs == "net" and (PAGES / f"{m}.md").exists()]
+)
+def test_a_methods_page_names_its_options_and_lists_its_deviations(method: str) -> None:
+    page, cls = (PAGES / f"{method}.md").read_text(encoding="utf-8"), lookup("method", method)
+    flat = " ".join(page.split())
+    for deviation in vars(cls).get("deviations", ()):
+        assert f"- {deviation}" in flat
+    for field in dataclasses.fields(cls):
+        assert f"| `{field.name}` |" in page

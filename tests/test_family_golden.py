@@ -503,6 +503,18 @@ def test_a_frozen_head_stays_bit_for_bit_under_decay_and_momentum(method: FedRep
     assert frozen == [True, True]
 
 
+def test_fedrep_trains_the_head_without_moving_the_statistics_of_the_body() -> None:
+    data = [[(255, 0), (0, 1)], [(200, 1), (100, 0)]]
+    local = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0)
+    federation = by_hand(FedRep(head_epochs=5.0, body_epochs=1.0), data, local, Normed((1, 1, 1), 2))
+    state = one_round(federation)
+    # one batch of each client has moved the running mean from 0 by a tenth: that of the body phase alone
+    means = [0.1 * (255 + 0) / 2 / 255, 0.1 * (200 + 100) / 2 / 255]
+    assert float(state.server.weights["norm.running_mean"]) == pytest.approx(sum(means) / 2)
+    kept = personal(federation, state, 0)["norm.running_mean"]
+    assert torch.equal(kept, state.server.weights["norm.running_mean"])
+
+
 def test_ditto_starts_the_personal_network_at_the_received_one() -> None:
     federation = by_hand(Ditto(lamda=0.0, personal_epochs=1.0), DATA, PLAIN)
     state = one_round(federation, weights=three(1, 0, 0))

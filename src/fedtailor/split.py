@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from .engine.client import Client
 from .method import Job, Server, Task
 from .parts import Part, choose, learnt
+from .spaces.measure import tensors_of
 
 
 def start_shared(job: Job, part: Part) -> Server:
@@ -30,3 +32,14 @@ async def settle(net: nn.Module, client: Client) -> nn.Module:
     if client.local.bn != "recalibrate":  # then nothing reads them before they are estimated anyway
         await client.refresh(net)
     return net
+
+
+async def fit_head(net: nn.Module, client: Client, part: Part, epochs: float) -> float:
+    """Trains one part on top of the rest, which stays as it is, also the statistics that a forward pass moves."""
+    held = {n: t.detach().clone() for n, t in tensors_of(net).items() if not learnt(n) and not part(n)}
+    loss = await client.fit(net, epochs=epochs, only=part)
+    with torch.no_grad():
+        for name, tensor in tensors_of(net).items():
+            if name in held:
+                tensor.copy_(held[name])
+    return loss

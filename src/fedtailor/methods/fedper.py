@@ -13,7 +13,7 @@ from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
 from ..parts import choose, layers, require_part, rest
 from ..registry import register
-from ..split import start_shared, whole
+from ..split import fit_head, start_shared, whole
 from .fedrep import FedRep
 
 
@@ -55,5 +55,5 @@ class FedPer(Method):
         net = whole(task, client, "head", head)
         epochs = self.final_epochs or (0 if "head" in client.memory else client.local.epochs)
         if epochs:
-            await client.fit(net, epochs=epochs, only=head)
+            await fit_head(net, client, head, epochs)
         return net

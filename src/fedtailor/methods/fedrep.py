@@ -14,7 +14,7 @@ from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
 from ..parts import choose, layers, require_part, rest
 from ..registry import register
-from ..split import start_shared, whole
+from ..split import fit_head, start_shared, whole
 
 
 @register("method", "fedrep")
@@ -53,7 +53,7 @@ class FedRep(Method):
     async def work(self, task: Task, client: Client) -> Reply:
         head = layers(*self.head)
         net, half, body = whole(task, client, "head", head), client.local.epochs / 2, rest(head)
-        await client.fit(net, epochs=self.head_epochs or half, only=head)  # lines 7-9: tau updates of the head
+        await fit_head(net, client, head, self.head_epochs or half)  # lines 7-9: tau updates of the head
         loss = await client.fit(net, epochs=self.body_epochs or half, only=body)  # line 10: the representation
         client.memory["head"] = choose(client.copy(net), head)
         return Reply(client.take(net, only=body), task.arch, facts={"loss": loss})
@@ -65,5 +65,5 @@ class FedRep(Method):
         head = layers(*self.head)
         net = whole(task, client, "head", head)
         if self.final_epochs:
-            await client.fit(net, epochs=self.final_epochs, only=head)
+            await fit_head(net, client, head, self.final_epochs)
         return net
