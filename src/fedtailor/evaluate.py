@@ -18,7 +18,7 @@ from .data.federation import Store
 from .data.partition import TEST, VAL
 from .engine.client import Client
 from .engine.jobs import Score
-from .engine.loop import Event, Federation, Memory, State
+from .engine.loop import Event, Federation, Memory, State, outgoing
 from .errors import UserError
 from .method import Method, Seat, Server
 from .spaces.base import Arch, Space, Weights
@@ -43,6 +43,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
     events, kept = _personal(federation, method, state.server, trained, state.memories, test, "personal")
     shared = method.shared(state.server)
     if shared is not None:
+        shared = outgoing(shared, job.local)
         clients = [federation.client(seat, state.memories.get(seat.id, {}), state.round) for seat in trained]
         work = [
             (
@@ -87,7 +88,7 @@ def _personal(
     clients = [federation.client(seat, memories.get(seat.id, {}), round, keeping=True) for seat in seats]
 
     async def finish(seat: Seat, client: Client) -> tuple[dict[str, float], Kept]:
-        net = await method.personal(method.offer(server, seat), client)
+        net = await method.personal(outgoing(method.offer(server, seat), client.local), client)
         await client.refresh(net)
         fold_prior(net, client)
         found = await _scores(client, net, _splits(federation, client.id, test), None)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config import Local
 from ..data.federation import Store
 from ..data.partition import TRAIN, VAL
 from ..fleet.clock import Clock, available, round_seconds
 from ..fleet.fleet import Fleet, FleetConfig
-from ..method import Job, Method, Seat, Server
+from ..method import Job, Method, Seat, Server, Task
+from ..parts import choose, learnt
 from ..seeds import rng_of
 from ..values import bytes_of, on_device
 from .client import Client
@@ -46,6 +48,11 @@ def participants_of(job: Job, round: int) -> list[int]:
     """Who takes part in a round: the same for every method with the same seed."""
     rng = rng_of(job.seed, "participants", round)
     return sorted(int(i) for i in rng.choice(job.clients, job.participants, replace=False))
+
+
+def outgoing(task: Task, local: Local) -> Task:
+    """A task as a client gets it. Where statistics stay at the clients, the server's are 0 and 1 for ever: not sent."""
+    return task if local.bn != "local" else dataclasses.replace(task, weights=choose(task.weights, learnt))
 
 
 class Federation:
@@ -94,7 +101,7 @@ class Federation:
     ) -> tuple[Server, dict[int, Memory]]:
         """One exchange with some clients: ask, work, merge."""
         seats = [self.job.seats[i] for i in present]
-        tasks = [method.ask(server, seat) for seat in seats]
+        tasks = [outgoing(method.ask(server, seat), self.job.local) for seat in seats]
         clients = [self.client(seat, memories.get(seat.id, {}), number) for seat in seats]
         replies = self.engine.run(
             [
