@@ -121,7 +121,7 @@ def test_costs_of_the_table_are_counted() -> None:
     assert found["ditto"]["compute"] == "2.00x"
     assert found["fedopt"]["server memory"] == "3.00x"
     assert found["local"]["bytes"] == "0"
-    assert found["per-fedavg"]["compute"] == "4.00x"  # Hessian-free: four gradients in a step
+    assert found["per-fedavg"]["compute"] == "2.00x"  # first order: two gradients in a step
     assert float(found["random-arch"]["bytes"].rstrip("x")) < 1  # sub-networks of the network that FedAvg sends
 
 

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.config import Local
+from fedtailor.data.federation import Store
+from fedtailor.data.partition import TEST, TRAIN
 from fedtailor.engine.loop import Federation
 from fedtailor.engine.steps import reach
 from fedtailor.errors import UserError
+from fedtailor.evaluate import evaluate
 from fedtailor.method import Method
 from fedtailor.methods.apfl import APFL
 from fedtailor.methods.ditto import Ditto
@@ -513,6 +516,32 @@ def test_fedrep_trains_the_head_without_moving_the_statistics_of_the_body() -> N
     assert float(state.server.weights["norm.running_mean"]) == pytest.approx(sum(means) / 2)
     kept = personal(federation, state, 0)["norm.running_mean"]
     assert torch.equal(kept, state.server.weights["norm.running_mean"])
+
+
+def test_statistics_that_stay_at_the_client_are_its_own_from_round_to_round() -> None:
+    """Under the policy `local` the server's statistics, 0 and 1 for ever, must not overwrite a client's own."""
+    local = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0, bn="local")
+    federation = by_hand(FedAvg(), [[(255, 0), (0, 1)]] * 2, local, Normed((1, 1, 1), 2), rounds=2)
+    state = federation.begin()
+    for _ in federation.rounds(state, lambda event: None):
+        pass
+    mean = 0.1 * 0.5 + 0.9 * 0.1 * 0.5  # the batch's mean is 0.5; the running mean goes a tenth of the way, twice
+    assert float(state.memories[0]["statistics"]["norm.running_mean"]) == pytest.approx(mean)
+    test = Store({(i, TEST): federation.store.split(i, TRAIN) for i in range(2)})
+    found = evaluate(federation, state, test)[1]
+    assert float(found[0].weights["norm.running_mean"]) == pytest.approx(mean)
+
+
+def test_a_head_is_trained_on_statistics_that_were_estimated_where_there_were_none() -> None:
+    """A client that no round has called has no statistics under the policy `local`: 0 and 1 must not be held."""
+    local = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0, bn="local")
+    federation = by_hand(FedRep(), [[(255, 0), (0, 1)]] * 2, local, Normed((1, 1, 1), 2), participants=1)
+    state = one_round(federation)
+    (absent,) = {0, 1} - state.memories.keys()
+    who = federation.client(federation.job.seats[absent], {}, 1)
+    task = federation.sent(federation.method.offer(state.server, federation.job.seats[absent]))
+    net = federation.engine.run([("", federation.method.personal(task, who))])[0]
+    assert float(net.norm.running_mean) == pytest.approx(0.5)  # type: ignore[union-attr]
 
 
 def test_ditto_starts_the_personal_network_at_the_received_one() -> None:

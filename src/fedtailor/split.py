@@ -36,6 +36,7 @@ async def settle(net: nn.Module, client: Client) -> nn.Module:
 
 async def fit_head(net: nn.Module, client: Client, part: Part, epochs: float) -> float:
     """Trains one part on top of the rest, which stays as it is, also the statistics that a forward pass moves."""
+    await settle(net, client)
     held = {n: t.detach().clone() for n, t in tensors_of(net).items() if not learnt(n) and not part(n)}
     loss = await client.fit(net, epochs=epochs, only=part)
     with torch.no_grad():

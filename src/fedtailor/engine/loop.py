@@ -14,10 +14,11 @@ from ..data.partition import TRAIN, VAL
 from ..fleet.clock import Clock, available, round_seconds
 from ..fleet.fleet import Fleet, FleetConfig
 from ..method import Job, Method, Reply, Seat, Server, Task
+from ..parts import choose, learnt
 from ..seeds import rng_of
 from ..spaces.base import Arch
 from ..values import bytes_of, on_device
-from .client import STATISTICS, Client
+from .client import Client
 from .local import LocalEngine
 
 Memory = dict[str, Any]
@@ -109,11 +110,10 @@ class Rounds:
         report(Event(number, None, "", "measured_seconds", time.perf_counter() - began))
 
     def sent(self, task: Task) -> Task:
-        """What of a task travels: normalisation statistics only where clients share them."""
-        if self.job.local.bn == "average":
+        """A task as a client gets it. Where statistics stay at the clients, the server's are 0 and 1 for ever."""
+        if self.job.local.bn != "local":
             return task
-        weights = {n: t for n, t in task.weights.items() if not n.endswith(STATISTICS)}
-        return dataclasses.replace(task, weights=weights)
+        return dataclasses.replace(task, weights=choose(task.weights, learnt))
 
     def exchange(
         self,

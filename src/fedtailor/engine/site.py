@@ -255,9 +255,7 @@ class Site:
         dataset = self._dataset(config)
         if self.data:
             own = _in_classes(dataset, request.classes)
-            split = split_of(
-                seat.id, own.labels, len(request.classes), config.make_partition(), config.seed, own.split
-            )
+            split = split_of(seat.id, own.labels, len(request.classes), config.make_partition(), config.seed, own.split)
             owner = np.full(len(own), seat.id, np.int32)
             partition = Partition(owner, split, seat.id + 1, 0, "", {}, (self.name,))
         else:

@@ -52,7 +52,7 @@ class L2GD(FedAvg):
         holds={"weights": "the mean xbar"},
     )
 
-    lamda: NonNegative = 0.1  # lambda; 0 is local training, a large one FedAvg
+    lamda: NonNegative = 0.02  # lambda; 0 is local training, a large one FedAvg
     p: Annotated[float, Ge(0), Lt(1)] = 0.0  # chance of a meeting; 0: so that local.epochs lie between two on average
 
     def chance(self, job: Job) -> float:

@@ -46,7 +46,7 @@ class PerFedAvg(FedAvg):
     )
 
     alpha: Positive = 0.01  # alpha, of the inner step
-    variant: Literal["fo", "hf"] = "hf"  # first order, or Hessian-free
+    variant: Literal["fo", "hf"] = "fo"  # first order, or Hessian-free, which wants a smaller local.lr
     delta: Positive = 1e-3  # of the difference in "hf"
     adapt_steps: AtLeastOne = 1  # inner steps with which a client makes its network, on its training images
 
