@@ -170,7 +170,10 @@ def test_a_hostile_reply_is_named_and_nothing_of_it_is_merged(attack: Any, tmp_p
     attacked = serve(config, tmp_path / "b", MemoryPost(tmp_path / "sb", NAMES, changed(attack)), NAMES, watch=listener)
     assert "a message of client-001 is refused" in listener.said
     assert state_of(attacked) == state_of(without)
-    assert [r for r in rows(attacked) if ",missing,refused" in r] == ["1,1,,missing,refused", "2,1,,missing,refused"]
+    assert [r for r in rows(attacked) if ",missing_refused," in r] == [
+        "1,1,,missing_refused,1",
+        "2,1,,missing_refused,1",
+    ]
 
 
 def test_a_reply_that_a_method_cannot_merge_is_left_out(tmp_path: Path) -> None:
@@ -269,7 +272,7 @@ def test_a_full_disk_at_a_client_costs_its_reply_and_no_more(tmp_path: Path, mon
     config = config_of("ditto", participants=4, rounds=3)
     folder = serve(config, tmp_path / "run", MemoryPost(tmp_path / "sites", NAMES), NAMES, watch=listener)
     assert "client-002 has a problem: its disk cannot be written" in listener.said
-    assert [r for r in rows(folder) if ",missing," in r] == ["2,2,,missing,disk"]
+    assert [r for r in rows(folder) if ",missing_" in r] == ["2,2,,missing_disk,1"]
     assert not list((tmp_path / "sites").glob("**/.*.partial"))
 
 

@@ -370,7 +370,7 @@ class RemoteFederation(Rounds):
             evaluation = {}
         else:
             raise UserError(f"round {number}: clients answered {TRIES} times, but nothing that could be used.")
-        events += [Event(number, who, "", "missing", why) for who, why in sorted(missing.items()) if who in orders]
+        events += [Event(number, who, "", f"missing_{why}", 1) for who, why in sorted(missing.items()) if who in orders]
         return [answers.get(seat.id) for seat in seats]
 
     def merge(self, method: Method, server: Server, replies: Sequence[Reply]) -> Server:

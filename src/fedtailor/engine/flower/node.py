@@ -89,8 +89,8 @@ def attend(address: str, site: Site, alive: Callable[[], bool]) -> None:
             if found.HasField("task") and found.token:
                 try:
                     _one(address, found.token, site)
-                except httpx.HTTPError as error:
-                    site.say(f"a message could not be answered: {error}")
+                except Exception as error:  # the SuperNode takes it as failed, tells the server and goes on
+                    site.say(f"a message could not be answered: {type(error).__name__}: {error}")
             else:
                 time.sleep(POLL)
     finally:
