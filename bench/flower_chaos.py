@@ -23,7 +23,7 @@ from fedtailor.engine.flower.loopback import Loopback
 NAMES = [f"client-{i:03d}" for i in range(4)]
 CHANGES = ["method.name=ditto", "clients=4", "participants=4", "evaluate_every=10", "checkpoint_every=5"]
 CHANGES += ["partition.name=iid", "partition.samples=120", "local.epochs=1"]
-OPTIONS = ["--deadline", "15", "--quorum", "2"]
+OPTIONS = ["--deadline", "25", "--quorum", "2"]
 
 
 def memory(federation: Loopback) -> dict[str, int]:
@@ -44,6 +44,7 @@ def main() -> int:
     rng, began, out = random.Random(options.seed), time.monotonic(), folder / "run"
     federation, changes = Loopback(folder / "fl", NAMES), [*CHANGES, f"rounds={options.rounds}"]
     first: dict[str, int] = {}
+    last: dict[str, int] = {}
     counts: dict[str, int] = {}
 
     def say(text: str) -> None:
@@ -74,7 +75,7 @@ def main() -> int:
                 gone = who
             elif what == "pause":
                 federation.kill(who, signal.SIGSTOP)
-                time.sleep(20)
+                time.sleep(30)
                 federation.kill(who, signal.SIGCONT)
             elif what == "restart":
                 federation.kill(who, signal.SIGTERM)

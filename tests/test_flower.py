@@ -200,7 +200,7 @@ def test_a_node_is_killed_and_returns(tmp_path: Path) -> None:
     federation, out = Loopback(tmp_path / "fl", NAMES[:3]), tmp_path / "run"
     try:
         federation.join_all()
-        served(federation, out, "--deadline", "10", "--quorum", "1", rounds=24)
+        served(federation, out, "--deadline", "20", "--quorum", "1", rounds=24)
         federation.until("server", "round 2/24")
         federation.kill("client-000")
         federation.until("server", "round 4/24")
@@ -210,20 +210,17 @@ def test_a_node_is_killed_and_returns(tmp_path: Path) -> None:
         stranger.join("client-009")
         stranger.until("client-009", "does not let this node in")
         stranger.close()
-        pause(federation, "client-001", 14)
+        pause(federation, "client-001", 30)
         federation.wait(400)
     finally:
         federation.close()
     log = federation.log("server")
-    assert "late: " in log
-    assert "client-000 is lost" in log
-    assert "client-000 is back" in log
+    assert "late: client-001" in log or "late: client-000, client-001" in log
+    assert "without a memory" not in log  # a client that returns goes on with what it knew
     assert "client-009" not in log
-    first = losses(out, 0)
-    assert first[:2] == [1, 2]
-    assert first[-1] == 24
-    assert len(first) < 24
-    assert losses(out, 2) == list(range(1, 25))
+    assert 3 not in losses(out, 0) or 4 not in losses(out, 0)  # the rounds in which it was dead
+    for client in range(3):  # and all are there at the end
+        assert losses(out, client)[-1] == 24
     assert (federation.sites / "client-000" / next_run(federation) / "network.safetensors").exists()
 
 
