@@ -39,6 +39,7 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "POLL", 0.001)
     monkeypatch.setattr(remote, "LOOK", 0.0)
     monkeypatch.setattr(remote, "AGAIN", 0.01)
+    monkeypatch.setattr(remote, "PATIENCE", 0.1)
 
 
 class Listener(Watcher):

@@ -26,6 +26,7 @@ from .wire import SAMPLES_LIMIT, Evaluate, Evaluated, Parcel, Refused, Request, 
 POLL = 0.1  # seconds between looks for replies
 LOOK = 1.0  # seconds between looks for clients that came or went
 TRIES = 20  # of a round in which clients answer, but nothing that can be used
+PATIENCE = 90.0  # seconds to wait at the end for clients that are late or lost: a killed one needs a minute to return
 AGAIN = 30.0  # seconds until a client that could not take part is asked again who it is
 
 
@@ -147,6 +148,14 @@ class Crowd:
             if len(here) != told:
                 told = len(here)
                 self.say(f"{told} of {count} clients are here")
+            time.sleep(POLL)
+
+    def await_all(self, seconds: float) -> None:
+        """Waits for clients that have been here and are late or lost, but not for ever."""
+        ends = time.monotonic() + seconds
+        while not all(self.ready(name) for name in self.members) and time.monotonic() < ends:
+            self.look()
+            self.collect()
             time.sleep(POLL)
 
     def _busy(self, node: int) -> bool:
@@ -395,6 +404,7 @@ class RemoteFederation(Rounds):
 
     def finish(self, state: State) -> tuple[list[Event], list[Kept]]:
         """The evaluation at the end. Networks stay with their clients."""
+        self.crowd.await_all(PATIENCE)
         self._catch_up(state)
         orders = self._orders(state, last=True)
         found, _ = self._ask({}, orders)
