@@ -21,7 +21,7 @@ from typing import Any
 
 from fedtailor.certificates import node_keys, server_folder
 from fedtailor.config import load
-from fedtailor.engine import remote, wire
+from fedtailor.engine import crowd, wire
 from fedtailor.engine.flower.apps import GridPost
 from fedtailor.engine.flower.link import SuperLink
 from fedtailor.engine.flower.loopback import Loopback
@@ -65,13 +65,13 @@ class Meter(Watcher):
 
 @contextmanager
 def metered(meter: Meter) -> Iterator[None]:
-    pack, read = wire.Request.pack, remote.read_response
+    pack, read = wire.Request.pack, crowd.read_response
     wire.Request.pack = meter.timed("serialise", pack)  # type: ignore[method-assign]
-    remote.read_response = meter.timed("serialise", read)
+    crowd.read_response = meter.timed("serialise", read)
     try:
         yield
     finally:
-        wire.Request.pack, remote.read_response = pack, read  # type: ignore[method-assign]
+        wire.Request.pack, crowd.read_response = pack, read  # type: ignore[method-assign]
 
 
 def measure(megabytes: int, tls: bool, rounds: int, folder: Path) -> Meter:

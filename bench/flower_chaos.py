@@ -60,7 +60,9 @@ def main() -> int:
             if number >= 2 and not first:
                 first = memory(federation)
                 say(f"memory in MB: {first}")
-            if number < trouble:
+            if number >= options.rounds - 1:
+                last = memory(federation) or last
+            if number < trouble or (number > options.rounds - 6 and not gone):
                 continue
             if gone:
                 say(f"{gone} is started again")
@@ -83,11 +85,10 @@ def main() -> int:
             else:
                 federation.kill("server")
                 federation.serve("demo", out, changes, OPTIONS)
-            last = memory(federation)
             trouble = done(federation) + rng.randint(2, 4)
         federation.wait(1)
         say(f"ended well; troubles: {counts}")
-        say(f"memory in MB, at the beginning: {first}; after the last trouble: {last}")
+        say(f"memory in MB, at the beginning: {first}; at the end: {last}")
     finally:
         federation.close()
     table = [row.split(",") for row in (out / "events.csv").read_text().splitlines()]

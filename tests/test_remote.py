@@ -15,8 +15,8 @@ from PIL import Image
 
 from fedtailor import values
 from fedtailor.config import Config
-from fedtailor.engine import remote
-from fedtailor.engine.remote import Waiting
+from fedtailor.engine import crowd, remote
+from fedtailor.engine.crowd import Waiting
 from fedtailor.engine.site import Site
 from fedtailor.engine.wire import Parcel, pack, unpack
 from fedtailor.errors import UserError
@@ -36,8 +36,9 @@ CELLS = ("direct-fednas", "fednas", "fednas-personal", "global-perturbation")  #
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "POLL", 0.001)
-    monkeypatch.setattr(remote, "LOOK", 0.0)
+    monkeypatch.setattr(crowd, "POLL", 0.001)
+    monkeypatch.setattr(crowd, "LOOK", 0.0)
+    monkeypatch.setattr(crowd, "AGAIN", 0.01)
     monkeypatch.setattr(remote, "AGAIN", 0.01)
     monkeypatch.setattr(remote, "PATIENCE", 0.1)
 
@@ -376,7 +377,7 @@ def test_broken_data_is_told_to_both_sides_and_the_rest_go_on(tmp_path: Path) ->
 def test_a_client_runs_no_code_that_its_owner_does_not_trust(tmp_path: Path) -> None:
     code = tmp_path / "evil.py"
     code.write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'proof')!r}).touch()\n")
-    request = remote.Request("run", "1", f"[method]\nname = '{code}'\n[net]\nname = 'cnn'\n")
+    request = crowd.Request("run", "1", f"[method]\nname = '{code}'\n[net]\nname = 'cnn'\n")
     said: list[str] = []
     site = Site("client-000", tmp_path / "site", say=said.append)
     assert unpack(site.answer(request.pack()))["problem"] == "request"

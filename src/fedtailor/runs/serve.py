@@ -10,7 +10,8 @@ import torch
 
 from ..config import Config
 from ..config import load as load_config
-from ..engine.remote import Crowd, Post, RemoteFederation, Waiting, common_classes, roster
+from ..engine.crowd import Crowd, Post, Waiting, common_classes, roster
+from ..engine.remote import RemoteFederation
 from ..errors import UserError
 from ..method import Job
 from ..values import write_bytes

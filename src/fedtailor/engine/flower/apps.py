@@ -18,7 +18,7 @@ from ...config import load
 from ...errors import UserError
 from ...runs.execute import Watcher
 from ...runs.serve import serve
-from ..remote import Waiting
+from ..crowd import Waiting
 from ..site import Site
 from ..wire import Parcel
 
