@@ -385,6 +385,16 @@ def test_a_client_runs_no_code_that_its_owner_does_not_trust(tmp_path: Path) -> 
     assert "--trust" in said[0]
 
 
+def test_a_method_of_ones_own_runs_where_it_is_trusted(tmp_path: Path) -> None:
+    own = str(Path(__file__).parent.parent / "examples" / "own_method.py")
+    config = config_of(own)
+    local = start(config, tmp_path / "local", "cpu", 1)
+    post = MemoryPost(tmp_path / "sites", NAMES)
+    for site in post.sites.values():
+        site.trust = (own,)
+    require_same(serve(config, tmp_path / "served", post, NAMES), local, tmp_path / "sites")
+
+
 def test_a_client_refuses_a_run_whose_name_is_a_path(tmp_path: Path) -> None:
     post = MemoryPost(tmp_path / "sites", NAMES)
     serve(config_of("ditto", rounds=1), tmp_path / "run", post, NAMES)
