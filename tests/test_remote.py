@@ -15,8 +15,8 @@ from PIL import Image
 
 from fedtailor import values
 from fedtailor.config import Config
-from fedtailor.engine import remote
-from fedtailor.engine.remote import Waiting
+from fedtailor.engine import crowd, remote
+from fedtailor.engine.crowd import Waiting
 from fedtailor.engine.site import Site
 from fedtailor.engine.wire import Parcel, pack, unpack
 from fedtailor.errors import UserError
@@ -36,9 +36,11 @@ CELLS = ("direct-fednas", "fednas", "fednas-personal", "global-perturbation")  #
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "POLL", 0.001)
-    monkeypatch.setattr(remote, "LOOK", 0.0)
+    monkeypatch.setattr(crowd, "POLL", 0.001)
+    monkeypatch.setattr(crowd, "LOOK", 0.0)
+    monkeypatch.setattr(crowd, "AGAIN", 0.01)
     monkeypatch.setattr(remote, "AGAIN", 0.01)
+    monkeypatch.setattr(remote, "PATIENCE", 0.1)
 
 
 class Listener(Watcher):
@@ -170,7 +172,10 @@ def test_a_hostile_reply_is_named_and_nothing_of_it_is_merged(attack: Any, tmp_p
     attacked = serve(config, tmp_path / "b", MemoryPost(tmp_path / "sb", NAMES, changed(attack)), NAMES, watch=listener)
     assert "a message of client-001 is refused" in listener.said
     assert state_of(attacked) == state_of(without)
-    assert [r for r in rows(attacked) if ",missing,refused" in r] == ["1,1,,missing,refused", "2,1,,missing,refused"]
+    assert [r for r in rows(attacked) if ",missing_refused," in r] == [
+        "1,1,,missing_refused,1",
+        "2,1,,missing_refused,1",
+    ]
 
 
 def test_a_reply_that_a_method_cannot_merge_is_left_out(tmp_path: Path) -> None:
@@ -269,7 +274,7 @@ def test_a_full_disk_at_a_client_costs_its_reply_and_no_more(tmp_path: Path, mon
     config = config_of("ditto", participants=4, rounds=3)
     folder = serve(config, tmp_path / "run", MemoryPost(tmp_path / "sites", NAMES), NAMES, watch=listener)
     assert "client-002 has a problem: its disk cannot be written" in listener.said
-    assert [r for r in rows(folder) if ",missing," in r] == ["2,2,,missing,disk"]
+    assert [r for r in rows(folder) if ",missing_" in r] == ["2,2,,missing_disk,1"]
     assert not list((tmp_path / "sites").glob("**/.*.partial"))
 
 
@@ -372,12 +377,22 @@ def test_broken_data_is_told_to_both_sides_and_the_rest_go_on(tmp_path: Path) ->
 def test_a_client_runs_no_code_that_its_owner_does_not_trust(tmp_path: Path) -> None:
     code = tmp_path / "evil.py"
     code.write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'proof')!r}).touch()\n")
-    request = remote.Request("run", "1", f"[method]\nname = '{code}'\n[net]\nname = 'cnn'\n")
+    request = crowd.Request("run", "1", f"[method]\nname = '{code}'\n[net]\nname = 'cnn'\n")
     said: list[str] = []
     site = Site("client-000", tmp_path / "site", say=said.append)
     assert unpack(site.answer(request.pack()))["problem"] == "request"
     assert not (tmp_path / "proof").exists()
     assert "--trust" in said[0]
+
+
+def test_a_method_of_ones_own_runs_where_it_is_trusted(tmp_path: Path) -> None:
+    own = str(Path(__file__).parent.parent / "examples" / "own_method.py")
+    config = config_of(own)
+    local = start(config, tmp_path / "local", "cpu", 1)
+    post = MemoryPost(tmp_path / "sites", NAMES)
+    for site in post.sites.values():
+        site.trust = (own,)
+    require_same(serve(config, tmp_path / "served", post, NAMES), local, tmp_path / "sites")
 
 
 def test_a_client_refuses_a_run_whose_name_is_a_path(tmp_path: Path) -> None:

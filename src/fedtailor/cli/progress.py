@@ -99,14 +99,17 @@ def _crowd(states: dict[str, str]) -> str:
 class CrowdWatcher(PlainWatcher):
     """Every round is a line; so is every client that is late or lost."""
 
+    trouble: dict[str, str] = {}  # noqa: RUF012
+
     def round(self, number: int, facts: dict[str, float]) -> None:
         self.latest |= facts
         self.say(f"{self.title}: round {number}/{self.rounds}  {_words(self.latest)}")
 
     def clients(self, states: dict[str, str]) -> None:
         trouble = {name: state for name, state in states.items() if state in ("late", "lost")}
-        if trouble:
+        if trouble and trouble != self.trouble:
             self.say(_crowd(trouble))
+        self.trouble = trouble
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)

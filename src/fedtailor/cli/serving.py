@@ -81,9 +81,9 @@ def serve_command(
     from ..api import free_folder
     from ..certificates import node_keys, server_folder
     from ..config import load
+    from ..engine.crowd import Waiting
     from ..engine.flower.apps import GridPost
     from ..engine.flower.link import SuperLink
-    from ..engine.remote import Waiting
     from ..runs.results import Results
     from ..runs.serve import serve
     from .main import _write_report

@@ -200,7 +200,11 @@ class Site:
                 name = _name_in(table.get(kind))
                 if (".py" in name or ":" in name) and name not in self.trust:
                     raise UserError(f"the run names the code '{name}', which --trust does not list.")
-            return load_config(table)
+            config = load_config(table)
+            if config.precision != "fp32" and self.engine.device.type != "cuda":
+                raise UserError(f"the run wants precision = '{config.precision}', which needs a CUDA device.")
+            self.engine.precision = config.precision
+            return config
         except (tomllib.TOMLDecodeError, UserError) as error:
             raise Problem("request", error) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 
 from ..config import Config
 from ..config import load as load_config
-from ..engine.remote import Crowd, Post, RemoteFederation, Waiting, common_classes, roster
+from ..engine.crowd import Crowd, Post, Waiting, common_classes, roster
+from ..engine.remote import RemoteFederation
 from ..errors import UserError
 from ..method import Job
 from ..values import write_bytes
@@ -46,7 +48,7 @@ def serve(
     method = config.make_method()
     if config.public.name:
         raise UserError("[public]: real clients cannot be given a public set yet. Run this config on one machine.")
-    run = old["served"] if old else f"{config.method['name']}-{secrets.token_hex(6)}".replace(".", "-")
+    run = old["served"] if old else _run_name(config.method["name"])
     crowd = Crowd(post, run, config.to_toml(), watch.say, watch.clients)
     if old:
         crowd.expected = tuple(old["client_names"])
@@ -75,3 +77,9 @@ def serve(
     rules = config.make_fleet()
     federation = RemoteFederation(job, method, fleet, rules, crowd, classes, waiting, keep, job_for)
     return drive(federation, config, job, out, device, watch)
+
+
+def _run_name(method: str) -> str:
+    """What clients call the run's folder: the method, or the file it is in, and something that is never the same."""
+    stem = Path(method.partition(":")[0]).stem
+    return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', stem)[:40]}-{secrets.token_hex(6)}"

@@ -18,7 +18,7 @@ from ...config import load
 from ...errors import UserError
 from ...runs.execute import Watcher
 from ...runs.serve import serve
-from ..remote import Waiting
+from ..crowd import Waiting
 from ..site import Site
 from ..wire import Parcel
 
@@ -73,6 +73,7 @@ class GridPost:
 
     def _fetch(self, number: str) -> None:
         """Waits for one reply. Each has its own thread: fetching one can hang when its sender does."""
+        began = time.monotonic()
         while True:
             try:
                 found = list(self.grid.pull_messages([number]))
@@ -84,7 +85,7 @@ class GridPost:
                 failed = m.has_error()
                 self._come.put((number, (m.error.reason or "unknown") if failed else to_parcel(m.content)))
                 return
-            time.sleep(POLL)
+            time.sleep(min(2.0, max(POLL, (time.monotonic() - began) / 20)))  # a long wait may end a little later
 
 
 class PrintWatcher(Watcher):

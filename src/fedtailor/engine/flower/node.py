@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
-from flwr.app import Error, Message
+from flwr.app import Error, Message, RecordDict
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, SendTaskHeartbeatRequest
 from flwr.supercore.constant import TaskType
@@ -77,7 +77,7 @@ def join(address: str, site: Site, tls: Path | None, say: Callable[[str], None])
 def attend(address: str, site: Site, alive: Callable[[], bool]) -> None:
     """Takes one message after another from a SuperNode, as long as it lives."""
     quicken()
-    client = _client(address)
+    client, lock = _client(address), threading.Lock()
     request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
     try:
         while alive():
@@ -87,30 +87,35 @@ def attend(address: str, site: Site, alive: Callable[[], bool]) -> None:
                 time.sleep(POLL)  # it is still starting, or about to end
                 continue
             if found.HasField("task") and found.token:
-                try:
-                    _one(address, found.token, site)
-                except httpx.HTTPError as error:
-                    site.say(f"a message could not be answered: {error}")
-            else:
-                time.sleep(POLL)
+                # its own thread: a message whose server died while sending it never arrives whole
+                threading.Thread(target=_one, args=(address, found.token, site, lock), daemon=True).start()
+            time.sleep(POLL)
     finally:
         client.close()
 
 
-def _one(address: str, token: str, site: Site) -> None:
+def _one(address: str, token: str, site: Site, lock: threading.Lock) -> None:
+    """Takes one message, answers it when it is its turn, and sends the answer."""
     client = _client(address, token)
     try:
         with _heartbeat(client):
             message, context, _, _ = pull_task_input(client)
-            try:
-                reply = Message(to_content(site.answer(to_parcel(message.content))), reply_to=message)
-            except Exception as error:
-                site.say(f"{type(error).__name__}: {error}")
-                reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "the client failed"), reply_to=message)
+            with lock:
+                reply = Message(_answered(site, message), reply_to=message)
             push_message(client, reply, context)
         push_task_output(client, context, SubStatus.COMPLETED, "")
+    except Exception as error:  # the SuperNode takes it as failed, tells the server and goes on
+        site.say(f"a message could not be answered: {type(error).__name__}: {error}")
     finally:
         client.close()
+
+
+def _answered(site: Site, message: Message) -> RecordDict | Error:
+    try:
+        return to_content(site.answer(to_parcel(message.content)))
+    except Exception as error:
+        site.say(f"{type(error).__name__}: {error}")
+        return Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "the client failed")
 
 
 @contextlib.contextmanager

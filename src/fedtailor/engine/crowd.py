@@ -1,0 +1,315 @@
+"""Clients elsewhere, as their server sees them: by name, and what each is doing. A `Post` carries the messages."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .. import __version__
+from ..errors import UserError
+from .site import PROBLEMS
+from .wire import SAMPLES_LIMIT, Parcel, Refused, Request, Response, read_response
+
+POLL = 0.1  # seconds between looks for replies
+LOOK = 1.0  # seconds between looks for clients that came or went
+AGAIN = 30.0  # seconds until a client that could not take part is asked again who it is
+
+
+class Post(Protocol):
+    """Carries parcels to nodes and back."""
+
+    def nodes(self) -> Mapping[int, str]:
+        """The nodes that are connected, each with the name its key is registered for, '' where there are no keys."""
+        ...
+
+    def send(self, parcels: Mapping[int, Parcel]) -> Mapping[int, str]:
+        """Sends each node its parcel; returns the ids under which their replies will come."""
+        ...
+
+    def receive(self, ids: Collection[str]) -> Sequence[tuple[str, Parcel | str]]:
+        """Replies that have come, by id; a text says why there will be none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """How long a server waits."""
+
+    deadline: float = 0.0  # seconds for a round; 0: until everybody who was asked has answered or is gone
+    quorum: int = 1  # replies without which a round does not end
+
+
+@dataclass
+class Member:
+    """A client that is known by name."""
+
+    node: int
+    about: dict[str, Any]  # samples, shape, classes
+
+
+@dataclass
+class Pending:
+    """A message that is not answered yet."""
+
+    node: int
+    name: str  # '' for a node that has yet to say its name
+    request: Request
+    late: bool = False
+
+
+class Crowd:
+    """The clients of a run as its server sees them: by name, wherever they are."""
+
+    def __init__(
+        self,
+        post: Post,
+        run: str,
+        config: str,
+        say: Callable[[str], None] = print,
+        show: Callable[[dict[str, str]], None] = lambda _: None,
+    ) -> None:
+        self.post, self.run, self.config, self.say, self.show = post, run, config, say, show
+        self.members: dict[str, Member] = {}
+        self.expected: tuple[str, ...] = ()  # all names of the run, once they are known
+        self.late: dict[str, int] = {}  # rounds of which a memory was written after the deadline
+        self._pending: dict[str, Pending] = {}
+        self._nodes: Mapping[int, str] = {}
+        self._asked: dict[int, float] = {}  # nodes that were asked who they are, and when
+        self._looked = 0.0
+        self._shown: dict[str, str] = {}
+
+    # who is there -----------------------------------------------------------------------------------------------
+
+    def ready(self, name: str) -> bool:
+        """Whether a client is there and has nothing else to do."""
+        member = self.members.get(name)
+        return member is not None and member.node in self._nodes and not self._busy(member.node)
+
+    def states(self) -> dict[str, str]:
+        names = self.expected or tuple(sorted(self.members))
+        return {name: self._state(name) for name in names}
+
+    def _state(self, name: str) -> str:
+        member = self.members.get(name)
+        if member is None:
+            return "not here yet"
+        if member.node not in self._nodes:
+            return "lost"
+        found = [p for p in self._pending.values() if p.node == member.node]
+        return "ready" if not found else "late" if found[0].late else "working"
+
+    def look(self, now: bool = False) -> None:
+        """Notices who came and who went; newcomers are asked who they are."""
+        if not now and time.monotonic() - self._looked < LOOK:
+            return
+        self._looked = time.monotonic()
+        before, self._nodes = self._nodes, dict(self.post.nodes())
+        for name, member in self.members.items():
+            if member.node in before and member.node not in self._nodes:
+                self.say(f"{name} is lost; it is asked again when it is back")
+            if member.node in self._nodes and member.node not in before and before:
+                self.say(f"{name} is back")
+        known = {member.node for member in self.members.values()}
+        fresh = [
+            node
+            for node in self._nodes
+            if node not in known
+            and not self._busy(node)
+            and (node not in before or time.monotonic() - self._asked.get(node, -AGAIN) >= AGAIN)
+        ]
+        for node in fresh:
+            self._asked[node] = time.monotonic()
+        self._send({node: Request(self.run, new_number(), self.config) for node in fresh}, "")
+
+    def gather(self, count: int, names: Collection[str] = ()) -> None:
+        """Waits until so many clients (of these names, where they are given) are there."""
+        told = -1
+        while True:
+            self.look()
+            self.collect()
+            here = [n for n in self.members if self.ready(n) and (not names or n in names)]
+            if len(here) >= count:
+                return
+            if len(here) != told:
+                told = len(here)
+                self.say(f"{told} of {count} clients are here")
+            time.sleep(POLL)
+
+    def await_all(self, seconds: float) -> None:
+        """Waits for clients that have been here and are late or lost, but not for ever."""
+        ends = time.monotonic() + seconds
+        while not all(self.ready(name) for name in self.members) and time.monotonic() < ends:
+            self.look()
+            self.collect()
+            time.sleep(POLL)
+
+    def _busy(self, node: int) -> bool:
+        return any(p.node == node for p in self._pending.values())
+
+    # messages ---------------------------------------------------------------------------------------------------
+
+    def ask(self, requests: Mapping[str, Request], waiting: Waiting) -> tuple[dict[str, Response], dict[str, str]]:
+        """Sends requests by name and waits for the responses; returns them, and why the others are missing.
+
+        Ends when all have answered, or at the deadline with a quorum of responses of those who were to work.
+        """
+        self._send({self.members[name].node: request for name, request in requests.items()})
+        open_, began = set(requests), time.monotonic()
+        found: dict[str, Response] = {}
+        missing: dict[str, str] = {}
+        while open_:
+            self.look()
+            for name, response in self.collect():
+                if name in open_:
+                    open_.discard(name)
+                    if isinstance(response, Response):
+                        found[name] = response
+                    else:
+                        missing[name] = response
+            working = [n for n, r in found.items() if r.worked]
+            wanted = min(waiting.quorum, sum(r.work is not None for r in requests.values()))
+            if waiting.deadline and time.monotonic() - began > waiting.deadline and len(working) >= wanted:
+                for pending in self._pending.values():
+                    pending.late |= pending.name in open_
+                self.say(f"late: {', '.join(sorted(open_))}")
+                self._show()
+                return found, missing | dict.fromkeys(open_, "late")
+            if open_:
+                time.sleep(POLL)
+        return found, missing
+
+    def collect(self) -> list[tuple[str, Response | str]]:
+        """What has come in for requests in time; hellos and late replies are dealt with here."""
+        found: list[tuple[str, Response | str]] = []
+        for number, content in self.post.receive(list(self._pending)) if self._pending else ():
+            pending = self._pending.pop(number)
+            response = self._read(pending, content)
+            if pending.request.seat is None:
+                if isinstance(response, Response):
+                    self._enrol(pending.node, response)
+            elif pending.late:
+                if isinstance(response, Response) and response.worked and pending.request.work:
+                    if response.worked.remembers:
+                        self.late[pending.name] = pending.request.work.round
+                    self.say(f"{pending.name} answered round {pending.request.work.round} too late: not used")
+            else:
+                found.append((pending.name, response))
+        self._show()
+        return found
+
+    def _show(self) -> None:
+        states = self.states()
+        if states != self._shown:
+            self._shown = states
+            self.show(states)
+
+    def _send(self, requests: Mapping[int, Request], unknown: str | None = None) -> None:
+        if not requests:
+            return
+        names = {member.node: name for name, member in self.members.items()}
+        ids = self.post.send({node: request.pack() for node, request in requests.items()})
+        for node, number in ids.items():
+            name = names[node] if unknown is None else unknown
+            self._pending[number] = Pending(node, name, requests[node])
+        self._show()
+
+    def _read(self, pending: Pending, content: Parcel | str) -> Response | str:
+        who = pending.name or self._nodes.get(pending.node, "") or f"node {pending.node}"
+        if isinstance(content, str):
+            self.say(f"{who} gave no answer: {content}")
+            return "lost"
+        try:
+            name = pending.name or _claimed(content)
+            response = read_response(content, pending.request, name)
+        except Refused as error:
+            self.say(f"a message of {who} is refused: {error}")
+            return "refused"
+        if response.problem:
+            self.say(f"{who} has a problem: {PROBLEMS.get(response.problem, 'it does not say which')}")
+            return response.problem if response.problem in PROBLEMS else "problem"
+        return response
+
+    def _enrol(self, node: int, response: Response) -> None:
+        """Takes a client in under its name, or says why not."""
+        name, about, registered = response.client, response.about, self._nodes.get(node)
+        if registered is None:
+            return  # it left while it was saying its name
+        why = ""
+        if registered and registered != name:
+            why = f"its key is registered for '{registered}'"
+        elif name in self.members and self.members[name].node in self._nodes and self.members[name].node != node:
+            why = "a client of this name is here already"
+        elif self.expected and name not in self.expected:
+            why = "the run has no client of this name"
+        elif about.get("fedtailor") != __version__:
+            why = f"it runs fedtailor {about.get('fedtailor')}, this is {__version__}"
+        else:
+            why = _unsound(about) or self._misfit(about)
+        if why:
+            self.say(f"'{name}' is not taken in: {why}")
+            return
+        self.members[name] = Member(node, about)
+        self.say(f"{name} is here with {about['samples']} training images")
+
+    def _misfit(self, about: dict[str, Any]) -> str:
+        for name, member in self.members.items():
+            if member.about["shape"] != about["shape"]:
+                theirs = member.about["shape"]
+                return f"its images are {about['shape']} (channels, height, width), those of {name} {theirs}"
+        return ""
+
+
+def _unsound(about: dict[str, Any]) -> str:
+    samples, shape, classes = (about.get(k) for k in ("samples", "shape", "classes"))
+    if type(samples) is not int or not 1 <= samples <= SAMPLES_LIMIT:
+        return f"{str(samples)[:40]} is no believable number of training images"
+    if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and 1 <= n <= 10_000 for n in shape):
+        return "it does not say what shape its images have"
+    if not isinstance(classes, list) or not 1 <= len(classes) <= 100_000 or len(set(classes)) != len(classes):
+        return "it does not say what classes its images have"
+    return ""
+
+
+def _claimed(content: Parcel) -> str:
+    """The name that a newcomer gives itself."""
+
+    try:
+        name = json.loads(content.layout)["tree"]["client"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Refused("it is no message of this package") from error
+    if not isinstance(name, str) or not name or len(name) > 80 or not name.isprintable():
+        raise Refused("it gives itself no proper name")
+    return name
+
+
+def new_number() -> str:
+    """Names a request; never the same twice."""
+    return secrets.token_hex(8)
+
+
+def roster(crowd: Crowd, names: Sequence[str], clients: int, new_clients: int, start_with: int) -> tuple[str, ...]:
+    """Who takes part, in the order of their places: the names that have keys, or whoever comes first."""
+    total = clients + new_clients
+    if names:
+        if len(names) != total:
+            raise UserError(
+                f"there are keys of {len(names)} nodes, but clients = {clients}"
+                + (f" and partition.new_clients = {new_clients}" if new_clients else "")
+                + ". Make them equal."
+            )
+        crowd.expected = tuple(names)
+        crowd.gather(start_with or total)
+        return crowd.expected
+    crowd.gather(total)
+    crowd.expected = tuple(sorted(crowd.members)[:total])
+    return crowd.expected
+
+
+def common_classes(crowd: Crowd) -> tuple[str, ...]:
+    """The classes of the federation: the same list everywhere, or all names that anybody has, sorted."""
+    lists = {tuple(m.about["classes"]) for m in crowd.members.values()}
+    return lists.pop() if len(lists) == 1 else tuple(sorted({c for found in lists for c in found}))
