@@ -90,13 +90,18 @@ def require_same(served: Path, local: Path, sites: Path, clients: tuple[str, ...
         assert network_of(sites, name) == (local / "nets" / f"{i:06d}.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("method", [m for m in names("method") if m not in REAL])
+@pytest.mark.parametrize("method", [m for m in names("method") if m not in (*REAL, "perfedckt")])
 def test_every_method_gives_the_same_numbers_over_messages(method: str, tmp_path: Path) -> None:
     config = config_of(method, **(FEW if method in CELLS else {}))
     clients = NAMES[: config.clients]
     local = start(config, tmp_path / "local", "cpu", 1)
     served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", clients), clients)
     require_same(served, local, tmp_path / "sites", clients)
+
+
+def test_a_public_set_needs_one_machine(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="on one machine"):
+        serve(config_of("perfedckt"), tmp_path / "served", MemoryPost(tmp_path / "sites", NAMES), NAMES)
 
 
 def test_held_out_clients_join_over_messages(tmp_path: Path) -> None:
