@@ -125,7 +125,7 @@ def test_examples_say_how_to_run_them() -> None:
 def test_reference_names_every_key_with_its_default(heading: str, options: type) -> None:
     text = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
     section = text.split(f"{heading}\n", 1)[1].split("\n## ", 1)[0]
-    tables = ("method", "space", "net", "data", "partition", "local", "fleet", "budget")
+    tables = ("method", "space", "net", "data", "public", "partition", "local", "fleet", "budget")
     for field in dataclasses.fields(options):
         if field.name in tables and field.default is dataclasses.MISSING:
             continue  # a table with a section of its own

@@ -48,7 +48,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             "local__bn": "recalibrate",
         }
     if request.param == "spider":
-        options |= {"local__epochs": 0.2}
+        options |= {"local__epochs": 0.2, "space__name": "darts", "space__channels": 4, "space__cells": 3}
+        options |= {"space__variant": "s2"}
     return start(small_config(request.param, **options), tmp_path_factory.mktemp(request.param) / "run", "cpu", 1)
 
 

@@ -50,7 +50,15 @@ def fedavg(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return start(config, tmp_path_factory.mktemp("fedavg") / "run", "cpu", 1)
 
 
-@pytest.mark.parametrize("method", [m for m in names("method") if lookup("method", m).needs == "net"])
+def test_a_run_with_a_public_set_takes_no_newcomers(newcomer: Path, tmp_path: Path) -> None:
+    run = start(config_of("perfedckt", "", rounds=2, clients=2), tmp_path / "run", "cpu", 1)
+    with pytest.raises(UserError, match=r"partition\.new_clients"):
+        _joins(run, newcomer, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "method", [m for m in names("method") if lookup("method", m).needs == "net" and m != "perfedckt"]
+)
 def test_a_newcomer_joins_every_method_with_a_net(method: str, newcomer: Path, tmp_path: Path) -> None:
     run = start(config_of(method, "", rounds=2, clients=2), tmp_path / "run", "cpu", 1)
     _joins(run, newcomer, tmp_path / "out")

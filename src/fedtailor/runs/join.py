@@ -64,6 +64,11 @@ class Before:
     def read(folder: Path) -> Before:
         facts = read_facts(folder)
         config, partition = load_config(folder / "config.toml"), Partition.load(folder / "partition.npz")
+        if config.public.name:
+            raise UserError(
+                f"{folder} has a public set, which a client after the run cannot be given yet. Hold it out of the run "
+                "instead: partition.new_clients."
+            )
         fleet = fleets.make(config.make_fleet(), len(partition.names), config.seed)
         return Before(folder, config, facts, partition, open_space(folder), config.make_method(), fleet)
 
