@@ -79,6 +79,26 @@ def test_a_step_that_cannot_be_captured_runs_all_the_same() -> None:
     assert engine.run([("one", work()), ("two", work())]) == [0.0, 0.0]
     assert len(said) == 1
     assert "cannot be captured" in said[0]
+    assert torch.randn(3, device="cuda").isfinite().all()  # the failed capture left torch's generator as it was
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "scaffold", "fedrep"])
+def test_equal_clients_trained_as_a_stack_agree(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedtailor.engine import cuda
+
+    asked: list[int] = []
+
+    def always(stack: Any, lanes: Any, clients: int, steps: int) -> bool:
+        asked.append(clients)
+        return True
+
+    monkeypatch.setattr(cuda, "stacking_pays", always)
+    crowd = {"clients": 6, "participants": 5}
+    eager, _, _ = one_round(method, "", "eager", **crowd)
+    ours, _, federation = one_round(method, "", "auto", **crowd)
+    assert asked
+    assert any(federation.engine._stacks.values())  # type: ignore[attr-defined]
+    assert apart(eager, ours) < 1e-4
 
 
 def apart(a: State, b: State) -> float:

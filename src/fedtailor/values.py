@@ -39,7 +39,13 @@ def tensors_in(value: Value, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def bytes_of(value: Value) -> int:
     """Bytes of all tensors in a value."""
-    return sum(t.numel() * t.element_size() for _, t in tensors_in(value))
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(bytes_of, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(bytes_of, value))
+    return 0
 
 
 def on_device(value: Value, device: torch.device) -> Value:

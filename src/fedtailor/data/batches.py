@@ -8,7 +8,9 @@ all.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -53,8 +55,12 @@ class Split:
         return list(everything.split(size))
 
     def label_counts(self, classes: int) -> np.ndarray:
-        labels = self.labels[self.start : self.start + self.size].cpu().numpy()
-        return np.bincount(labels, minlength=classes)
+        return np.bincount(self._labels, minlength=classes)
+
+    @cached_property
+    def _labels(self) -> np.ndarray:
+        """On the host; read from the device once."""
+        return self.labels[self.start : self.start + self.size].cpu().numpy()
 
 
 def steps_for(size: int, batch: int, epochs: float) -> int:
@@ -62,13 +68,13 @@ def steps_for(size: int, batch: int, epochs: float) -> int:
     return max(1, math.ceil(epochs * size / min(batch, size))) if epochs > 0 else 0
 
 
-def shuffled(split: Split, batch: int, steps: int, seed: int) -> Tensor:
+def shuffled(split: Split, batch: int, steps: int, seed: int) -> np.ndarray:
     """Positions for `steps` full batches, [steps, batch], from shuffles joined end to end."""
     width = min(batch, split.size)
     rng = rng_of(seed, "shuffle")
     rounds = -(-steps * width // split.size)
     order = np.concatenate([rng.permutation(split.size) for _ in range(rounds)])[: steps * width]
-    return torch.from_numpy(order.reshape(steps, width) + split.start).to(split.labels.device)
+    return order.reshape(steps, width) + split.start
 
 
 def augmentation(seeds: Tensor, count: int) -> Tensor:
@@ -119,16 +125,30 @@ class Stream:
         return (self.width, *self.split.images.shape[1:])
 
     def order(self, steps: int) -> Tensor:
-        return shuffled(self.split, self.batch, steps, self.seed)
+        """Positions of its images for so many steps, [steps, width]."""
+        return joint_order([self], steps)[:, 0]
 
     def batches(self, order: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """The batches of some rows of the order, the first of which is step `first`: [rows, width, ...] each."""
-        rows, width = order.shape
-        x, y = self.split.at(order.reshape(-1))
-        if self.augment != "none":
-            seeds = self.seed + torch.arange(first, first + rows, device=order.device)
-            x = augment(x, self.augment, augmentation(seeds, width))
-        return x.reshape(rows, width, *x.shape[1:]), y.reshape(rows, width)
+        x, y = joint_batches([self], order[:, None], first)
+        return x[:, 0], y[:, 0]
+
+
+def joint_order(streams: Sequence[Stream], steps: int) -> Tensor:
+    """Positions for several streams of one store, [steps, streams, width]."""
+    found = np.stack([shuffled(s.split, s.batch, steps, s.seed) for s in streams], axis=1)
+    return torch.from_numpy(found).to(streams[0].split.labels.device)
+
+
+def joint_batches(streams: Sequence[Stream], order: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """The batches of several streams of one store and one augmentation: [rows, streams, width, ...] each."""
+    x, y = streams[0].split.at(order.reshape(-1))
+    how = streams[0].augment
+    if how != "none":
+        steps = torch.arange(first, first + len(order), device=order.device)
+        seeds = torch.stack([s.seed + steps for s in streams], dim=1)
+        x = augment(x, how, augmentation(seeds.reshape(-1), order.shape[-1]))
+    return x.reshape(*order.shape, *x.shape[1:]), y.reshape(order.shape)
 
 
 AUGMENTATIONS = ("none", "crop", "crop-flip", "crop-flip-cutout")

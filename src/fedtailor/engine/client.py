@@ -20,7 +20,7 @@ from ..method import Seat, Task
 from ..parts import STATISTICS
 from ..seeds import rng_of, seed_of
 from ..spaces.base import Space, Weights
-from ..spaces.measure import Cost, tensors_of
+from ..spaces.measure import Cost, copies, parameters_of, tensors_of
 from .jobs import Fit, Loop, Predict, Recalibrate, Score
 from .steps import objective
 
@@ -91,7 +91,7 @@ class Client:
 
     def take(self, net: nn.Module, only: Callable[[str], bool] | None = None) -> Weights:
         """A copy of the network's tensors, to send or to keep. Statistics leave only under the `average` policy."""
-        found = {n: t.detach().clone() for n, t in tensors_of(net).items() if only is None or only(n)}
+        found = copies({n: t for n, t in tensors_of(net).items() if only is None or only(n)})
         statistics = {n: t for n, t in found.items() if n.endswith(STATISTICS)}
         if self.local.bn == "average" or not statistics:
             return found
@@ -101,7 +101,7 @@ class Client:
 
     def copy(self, net: nn.Module) -> Weights:
         """A copy of all of the network's tensors, statistics too: for the client's own memory, never to be sent."""
-        return {n: t.detach().clone() for n, t in tensors_of(net).items()}
+        return copies(tensors_of(net))
 
     @property
     def initial(self) -> Weights:
@@ -136,7 +136,7 @@ class Client:
         `momentum` SGD takes plain steps. `on` is train, val, or both as train+val; `again` takes the batches of the fit
         before instead, in the same order.
         """
-        train = tuple(n for n, _ in net.named_parameters() if only is None or only(n))
+        train = tuple(n for n in parameters_of(net) if only is None or only(n))
         if not train:
             raise UserError("there is nothing to train: no parameter of this network is selected.")
         if self._stream is None or not again:

@@ -2,8 +2,9 @@
 
 A training step is captured once as a CUDA graph and replayed; every client's graph runs on a stream of its own, so that
 many small kernels of different networks share the card. The captured step of an ordinary fit is kept as a *slot* and
-used again by any client with the same arch, step and batch shape: its weights are copied in and out. A step of a
-method's own is captured for the one job. Batches lie on the device, drawn and augmented before the replays that use
+used again by any client with the same arch, step and batch shape: its weights are copied in and out. Clients with equal
+networks and steps run as one stack instead where a trial shows that to be faster. A step of a method's own is captured
+for the one job. Batches lie on the device, drawn and augmented before the replays that use
 them.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
-from ..spaces.measure import Cost
+from ..spaces.measure import Cost, parameters_of, remember_tensors
 from .jobs import Fit, Job, Loop, Score
 from .local import Cannot, LocalEngine
-from .replay import FitSlot, Forward, LoopReplay, Replay, Step, no_garbage
+from .replay import FitSlot, Forward, LoopReplay, Replay, Step, no_garbage, on
+from .stack import StackSlot, stacking_pays
 from .steps import fit_step
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
@@ -31,6 +33,9 @@ T = TypeVar("T")
 AHEAD = 32  # steps in the card's queue while a step is captured, which takes as long
 SLACK = 1.3  # the most that a network's training memory may be underestimated by
 WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for a captured step
+CROWD = 128  # the most clients whose work is under way at once
+FEWEST = 4  # clients that are worth a stack
+MOST_STACKS = 8  # kept
 SHARE = 0.4  # of the card's memory that must be free to get ready for the next round
 Waiting = tuple[int, str, Job]  # a coroutine's number, its label and the job it awaits
 
@@ -47,7 +52,7 @@ class CudaEngine(LocalEngine):
         say: Callable[[str], None] = print,
     ) -> None:
         super().__init__(device, precision=precision)
-        self.lanes = lanes
+        self.lanes, self.crowd = lanes, CROWD
         self._memory = torch.cuda.get_device_properties(device).total_memory
         self.most_slots = slots
         self._streams = [torch.cuda.Stream(device) for _ in range(lanes)]
@@ -56,6 +61,7 @@ class CudaEngine(LocalEngine):
         self._lent: dict[nn.Module, FitSlot] = {}  # slots by the network that a client holds
         self._free: OrderedDict[tuple[Space, Arch], list[nn.Module]] = OrderedDict()
         self._given: list[tuple[tuple[Space, Arch], nn.Module]] = []
+        self._stacks: OrderedDict[Step, StackSlot | None] = OrderedDict()  # None: not worth it
         self._forwards: WeakKeyDictionary[nn.Module, dict[int, Forward | None]] = WeakKeyDictionary()
         self._foresee: Callable[[], Sequence[Arch]] | None = None
         self._say, self._told = say, set[str]()
@@ -65,11 +71,11 @@ class CudaEngine(LocalEngine):
         """Says what the card will hold, and lowers the lanes where that would not fit."""
         each = SLACK * largest.training_memory(batch) + WORKSPACE
         free, _ = torch.cuda.mem_get_info(self.device)
-        self.lanes = max(1, min(self.lanes, int(free / each)))
+        self.lanes, self.crowd = (max(1, min(most, int(free / each))) for most in (self.lanes, self.crowd))
         self.most_slots = max(self.lanes, min(self.most_slots, int(free / 2 / each)))
         self._say(
             f"GPU: {free / 2**30:.0f} GiB free; training the largest network takes about {each / 2**30:.2f} GiB, so "
-            f"{min(clients, self.lanes)} clients train at a time and up to {self.most_slots} captured steps are kept"
+            f"{min(clients, self.lanes)} clients train side by side and up to {self.most_slots} captured steps are kept"
         )
 
     # networks ---------------------------------------------------------------------------------------------------
@@ -94,12 +100,14 @@ class CudaEngine(LocalEngine):
         for module in net.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.affine:
                 give_scale(module)
+        remember_tensors(net)
         return net
 
     def _recycle(self) -> None:
         """Takes back what clients held, and drops what was used longest ago."""
         for key, net in self._given:
-            net.zero_grad(set_to_none=True)
+            for parameter in parameters_of(net).values():
+                parameter.grad = None
             self._free.setdefault(key, []).append(net)
             self._free.move_to_end(key)
         self._given.clear()
@@ -138,7 +146,7 @@ class CudaEngine(LocalEngine):
 
         try:
             while queue or waiting:
-                while queue and len(waiting) < self.lanes:
+                while queue and len(waiting) < self.crowd:
                     advance(queue.pop(), None)
                 batch, waiting[:] = list(waiting), []
                 answers = self._together(batch)
@@ -154,17 +162,20 @@ class CudaEngine(LocalEngine):
         training = [w for w in batch if isinstance(w[2], (Fit, Loop)) and w[2].steps]
         answers = self._train(training)
         hits: list[tuple[int, Tensor, int]] = []
+        scores = [w for w in batch if isinstance(w[2], Score)]
+        lanes = self._streams[: len(scores)]
         here = torch.cuda.current_stream(self.device)
-        for i, (number, label, job) in enumerate(batch):
-            if isinstance(job, Score):
-                lane = self._streams[i % len(self._streams)]
-                lane.wait_stream(here)
-                with self._named(label), torch.cuda.stream(lane):
-                    hits.append((number, self._hits(job), job.split.size))
-            elif number not in answers:
-                answers[number] = self._do(label, job)
-        for lane in self._streams:
+        for lane in lanes:
+            lane.wait_stream(here)
+        for i, (number, label, job) in enumerate(scores):
+            with self._named(label), on(lanes[i % len(lanes)]):
+                assert isinstance(job, Score)
+                hits.append((number, self._hits(job), job.split.size))
+        for lane in lanes:
             here.wait_stream(lane)
+        for number, label, job in batch:
+            if number not in answers and not isinstance(job, Score):
+                answers[number] = self._do(label, job)
         if hits:
             counts = self._read([count for _, count, _ in hits])
             answers |= {number: count / size for (number, _, size), count in zip(hits, counts, strict=True)}
@@ -175,10 +186,53 @@ class CudaEngine(LocalEngine):
     def _train(self, batch: list[Waiting]) -> dict[int, float]:
         """Trains networks side by side, as many at a time as the card has memory for."""
         answers: dict[int, float] = {}
+        for group in equals(batch):
+            answers |= self._train_stack(group)
+        batch = [w for w in batch if w[0] not in answers]
         while batch:
             answers |= self._train_part(batch[: self.lanes])
             batch = [w for w in batch if w[0] not in answers]
         return answers
+
+    def _train_stack(self, group: list[Waiting]) -> dict[int, float]:
+        """Trains clients with equal networks and steps as one, if that is faster."""
+        jobs = [job for _, _, job in group if isinstance(job, Fit)]
+        with self._named(f"{group[0][1]} and {len(group) - 1} more"):
+            stack = self._stack(jobs)
+            if stack is None:
+                return {}
+            stack.begin(jobs)
+            self._queue([stack], stack.steps)
+            stack.finish()
+            torch.cuda.current_stream(self.device).wait_stream(stack.stream)
+        losses = self._read([stack.total[i] for i in range(len(jobs))])
+        return {number: self._checked(loss / stack.steps) for (number, _, _), loss in zip(group, losses, strict=True)}
+
+    def _stack(self, jobs: Sequence[Fit]) -> StackSlot | None:
+        """The stack for these jobs; None where it would not be faster than side by side, or cannot be."""
+        key, clients = Step.of(jobs[0]), len(jobs)
+        found = self._stacks.get(key)
+        if key in self._stacks and (found is None or found.places >= clients):
+            self._stacks.move_to_end(key)
+            return found
+        self._stacks[key] = None
+        try:
+            aside, net = self._streams[0], self._make(key.space, key.arch)
+            stack = StackSlot(key, net, clients, jobs[0].steps, aside, self.precision)
+            trial = [
+                FitSlot(key, self._make(key.space, key.arch), aside, self.precision)
+                for _ in range(min(clients, 2 * FEWEST))
+            ]
+        except (Cannot, torch.OutOfMemoryError):
+            return None
+        if stacking_pays(stack, trial, clients, jobs[0].steps):
+            self._stacks[key] = stack
+        else:
+            for slot in trial:
+                self._keep(slot)
+        while len(self._stacks) > MOST_STACKS:
+            self._stacks.popitem(last=False)
+        return self._stacks[key]
 
     def _train_part(self, batch: list[Waiting]) -> dict[int, float]:
         """Trains as many of these as there is memory for, at least one."""
@@ -222,10 +276,10 @@ class CudaEngine(LocalEngine):
 
     def _make_room(self, lanes: int, label: str, error: Exception) -> None:
         """After the card's memory was found full with so many clients in training."""
-        if not lanes and not (self._slots or self._free):
+        if not lanes and not (self._slots or self._free or any(self._stacks.values())):
             raise RuntimeError(f"{label}: the GPU's memory is too small for one client ({error})") from error
         self.forget()
-        self.lanes = max(1, lanes or self.lanes // 2)
+        self.lanes = self.crowd = max(1, lanes or self.lanes // 2)
         self._tell(f"GPU memory is full: from now on {self.lanes} clients train at a time")
 
     @staticmethod
@@ -255,7 +309,10 @@ class CudaEngine(LocalEngine):
     def _free_memory(self) -> int:
         """Bytes that can still be had, from the driver or from what torch holds unused."""
         free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        held = torch.cuda.memory_stats_as_nested_dict(self.device)
+        if not held:
+            return free
+        return free + held["reserved_bytes"]["all"]["current"] - held["allocated_bytes"]["all"]["current"]
 
     def _prepare(self, lane: torch.cuda.Stream, label: str, job: Job, new: set[Step]) -> Replay:
         with self._named(label):
@@ -304,6 +361,7 @@ class CudaEngine(LocalEngine):
         """Drops every captured step and network that no client holds."""
         self._slots.clear()
         self._free.clear()
+        self._stacks = OrderedDict.fromkeys(self._stacks)  # what is short of memory should not stack again
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
@@ -312,6 +370,19 @@ class CudaEngine(LocalEngine):
         if kind not in self._told:
             self._told.add(kind)
             self._say(text)
+
+
+def equals(batch: Sequence[Waiting]) -> list[list[Waiting]]:
+    """The fits among these that differ in nothing but weights and batches, where there are enough to be stacked."""
+    groups: dict[Hashable, list[Waiting]] = {}
+    for waiting in batch:
+        job = waiting[2]
+        if isinstance(job, Fit) and job.loss is None:
+            stream = job.stream
+            same = (job.net.space, job.net.arch, job.train, job.local, stream.augment, stream.shape, job.steps)
+            kind = (job.lr, job.pull, job.shift is None, bool(job.anchor), bool(job.push), id(stream.split.images))
+            groups.setdefault((*same, *kind), []).append(waiting)
+    return [group for group in groups.values() if len(group) >= FEWEST]
 
 
 @contextlib.contextmanager

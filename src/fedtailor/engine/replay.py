@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ..data.batches import Stream
 from ..spaces.base import Arch, Space
 from ..spaces.layers import seed_dropout
-from ..spaces.measure import tensors_of
+from ..spaces.measure import parameters_of, tensors_of
 from .jobs import Fit, Loop
 from .local import Cannot, lowered
 from .steps import objective, pull_, push_
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ..config import Local
 
 CHUNK = 128  # steps whose batches are prepared at once
+Draw = Callable[[int, int], tuple[Tensor, Tensor]]  # the batches from a step on, of so many steps
 
 
 @contextlib.contextmanager
@@ -41,6 +43,27 @@ def no_garbage() -> Iterator[None]:
             gc.enable()
 
 
+class on:  # noqa: N801, a context like torch.cuda.stream
+    """Work inside goes to the stream. Looking devices up, as torch's own context does, costs more than a launch."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.before = torch._C._cuda_getCurrentStream(self.stream.device_index)
+        torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        stream, device, kind = self.before
+        torch._C._cuda_setStream(stream_id=stream, device_index=device, device_type=kind)
+
+
+@lru_cache(maxsize=64)
+def _shared(local: Local) -> Local:
+    """Without what may differ from job to job."""
+    return dataclasses.replace(local, lr=1.0, epochs=1.0, augment="none", prior=False)
+
+
 class Step(NamedTuple):
     """What two fits must share to use one captured step."""
 
@@ -48,7 +71,7 @@ class Step(NamedTuple):
     arch: Arch
     train: tuple[str, ...] | None  # the parameters that learn; None: all
     batch: tuple[int, ...]  # shape of its images
-    local: Local  # without what may differ from job to job
+    local: Local
     shifted: bool
     anchored: bool
     pushed: bool
@@ -56,11 +79,16 @@ class Step(NamedTuple):
     @classmethod
     def of(cls, job: Fit) -> Step:
         space, arch = job.net.space, job.net.arch
-        everything = len(job.train) == sum(1 for _ in job.net.parameters())
-        local = dataclasses.replace(job.local, lr=1.0, epochs=1.0, augment="none", prior=False)
+        everything = len(job.train) == len(parameters_of(job.net))
+        local = _shared(job.local)
         train = None if everything else job.train
         flags = job.shift is not None, bool(job.anchor), bool(job.push)
         return cls(space, arch, train, job.stream.shape, local, *flags)  # type: ignore[arg-type]
+
+
+def drawn(stream: Stream, steps: int) -> Draw:
+    order = stream.order(steps)
+    return lambda first, count: stream.batches(order[first : first + count], first)
 
 
 class Replay:
@@ -69,15 +97,17 @@ class Replay:
     stream: torch.cuda.Stream
     graph: torch.cuda.CUDAGraph
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device, precision: str) -> None:
-        self.precision = precision
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], device: torch.device, precision: str, chunk: int = CHUNK
+    ) -> None:
+        self.precision, self.chunk = precision, chunk
         self.total = torch.zeros((), device=device)
         self.counter = torch.zeros(1, device=device, dtype=torch.int64)
         self.buffers: list[tuple[Tensor, Tensor]] = []
         self.steps = self.done = 0
         for batch in shapes:
-            images = torch.empty((CHUNK, *batch), device=device)
-            self.buffers.append((images, torch.empty(images.shape[:2], device=device, dtype=torch.int64)))
+            images = torch.empty((chunk, *batch), device=device)
+            self.buffers.append((images, torch.empty(images.shape[:-3], device=device, dtype=torch.int64)))
 
     @property
     def left(self) -> int:
@@ -98,25 +128,23 @@ class Replay:
                     self.total += step()
                 self.counter += 1
             except Exception as error:
-                with contextlib.suppress(RuntimeError):  # void already; what voided it is the error to report
-                    self.graph.capture_end()
+                abandon(self.graph, self.total.device)
                 raise Cannot(str(error).splitlines()[0]) from error
             self.graph.capture_end()
 
-    def start(self, streams: Sequence[Stream], steps: int) -> None:
+    def start(self, draws: Sequence[Draw], steps: int) -> None:
         """Sets the walk to its beginning; the stream first waits for what was computed before."""
-        self.streams, self.steps, self.done = streams, steps, 0
-        self.orders = [s.order(steps) for s in streams]
+        self.draws, self.steps, self.done = draws, steps, 0
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        with on(self.stream):
             self.total.zero_()
             self._fill()
 
     def replay(self, times: int) -> None:
         """Launches up to this many steps."""
-        with torch.cuda.stream(self.stream):
+        with on(self.stream):
             for _ in range(min(times, self.left)):
-                if self.done and self.done % CHUNK == 0:
+                if self.done and self.done % self.chunk == 0:
                     self._fill()
                 self.launch()
                 self.done += 1
@@ -126,11 +154,16 @@ class Replay:
 
     def _fill(self) -> None:
         self.counter.zero_()
-        for (images, labels), stream, order in zip(self.buffers, self.streams, self.orders, strict=True):
-            rows = order[self.done : self.done + CHUNK]
-            x, y = stream.batches(rows, self.done)
-            images[: len(rows)].copy_(x)
-            labels[: len(rows)].copy_(y)
+        for (images, labels), draw in zip(self.buffers, self.draws, strict=True):
+            x, y = draw(self.done, min(self.chunk, self.left))
+            images[: len(x)].copy_(x)
+            labels[: len(y)].copy_(y)
+
+    def blank(self) -> None:
+        """Empty batches, for a step that is run for its time only."""
+        for images, labels in self.buffers:
+            images.zero_()
+            labels.zero_()
 
     def finish(self) -> None:
         """Called when all steps are launched."""
@@ -143,7 +176,7 @@ class FitSlot(Replay):
         device = next(net.parameters()).device
         super().__init__([key.batch], device, precision)
         self.key, self.net, self.local, self.stream = key, net.train(), key.local, stream
-        named = dict(net.named_parameters())
+        named = parameters_of(net)
         self.train = tuple(named) if key.train is None else key.train
         self.parameters = [named[n] for n in self.train]
         self.tensors = list(tensors_of(net).values())
@@ -164,8 +197,8 @@ class FitSlot(Replay):
 
     def begin(self, job: Fit, lane: torch.cuda.Stream) -> None:
         self.stream, self.job, self.fresh = lane, job, False
-        self.start([job.stream], job.steps)
-        with torch.cuda.stream(lane), torch.no_grad():
+        self.start([drawn(job.stream, job.steps)], job.steps)
+        with on(lane), torch.no_grad():
             seed_dropout(self.net, job.seed)
             self.lr.fill_(job.lr)
             if self.shift is not None and job.shift is not None:
@@ -175,7 +208,8 @@ class FitSlot(Replay):
                 self.pull.fill_(job.pull)
             if job.push:
                 torch._foreach_copy_(self.pushes, [job.push[n] for n in self.train])
-            torch._foreach_zero_(self.state)
+            if self.state:
+                torch._foreach_zero_(self.state)
             if job.net is not self.net:
                 torch._foreach_copy_(self.tensors, list(tensors_of(job.net).values()))
 
@@ -195,7 +229,7 @@ class FitSlot(Replay):
 
     def finish(self) -> None:
         if self.job.net is not self.net:
-            with torch.cuda.stream(self.stream), torch.no_grad():
+            with on(self.stream), torch.no_grad():
                 torch._foreach_copy_(list(tensors_of(self.job.net).values()), self.tensors)
 
 
@@ -209,7 +243,7 @@ class LoopReplay(Replay):
         for net in job.nets:
             net.train()
             seed_dropout(net, job.seed)
-        self.start(job.streams, job.steps)
+        self.start([drawn(stream, job.steps) for stream in job.streams], job.steps)
 
         def step() -> Tensor:
             pairs = self.batches()
@@ -253,8 +287,7 @@ class Forward:
             try:
                 self.logits = net(self.images)
             except Exception as error:
-                with contextlib.suppress(RuntimeError):
-                    self.graph.capture_end()
+                abandon(self.graph, images.device)
                 raise Cannot(str(error).splitlines()[0]) from error
             self.graph.capture_end()
 
@@ -262,6 +295,14 @@ class Forward:
         self.images.copy_(images)
         self.graph.replay()
         return self.logits
+
+
+def abandon(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    """Ends a capture that an error has made void; that error is the one to report."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.graphsafe_set_state(generator.clone_state())  # it would believe for ever that it is being captured
 
 
 def start_state(optimiser: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -72,7 +72,12 @@ class Dropout(Counted):
 def seed_dropout(module: nn.Module, seed: int) -> None:
     """Starts every random layer of the module (dropout, drop-path, noise) at its own counter."""
     for i, layer in enumerate(m for m in module.modules() if isinstance(m, Counted)):
-        layer.counter.fill_((seed + (i << 40)) & ((1 << 62) - 1))
+        layer.counter.fill_(counter_start(seed, i))
+
+
+def counter_start(seed: int, layer: int) -> int:
+    """Where a network's so many-th random layer starts to count."""
+    return (seed + (layer << 40)) & ((1 << 62) - 1)
 
 
 class ConvNorm(nn.Sequential):

@@ -6,7 +6,7 @@ spent. A space is costed block by block: equal blocks are counted once per proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,4 +122,33 @@ def count(build: Callable[[], nn.Module], inputs: Sequence[tuple[int, ...]]) -> 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """The tensors that make a network's weights: parameters and statistics, by name, without step counters."""
+    known = module.__dict__.get("known_tensors")
+    return dict(known) if known else _tensors_of(module)
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a network by name."""
+    known = module.__dict__.get("known_parameters")
+    return dict(known) if known else dict(module.named_parameters())
+
+
+def remember_tensors(module: nn.Module) -> None:
+    """Looks a finished network's tensors up once; walking through its modules every time costs more than many a step.
+
+    From now on the tensors change in place only.
+    """
+    module.known_tensors = _tensors_of(module)  # type: ignore[assignment]
+    module.known_parameters = dict(module.named_parameters())  # type: ignore[assignment]
+
+
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of some tensors, without their history, in as few operations as there are kinds of them."""
+    found = {n: torch.empty_like(t, memory_format=torch.contiguous_format) for n, t in tensors.items()}
+    if found:
+        with torch.no_grad():
+            torch._foreach_copy_(list(found.values()), list(tensors.values()))
+    return found
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {n: t for n, t in module.state_dict(keep_vars=True).items() if not n.endswith("num_batches_tracked")}

@@ -1,0 +1,196 @@
+"""Many clients with equal networks as one: their tensors lie side by side and every operation runs once for all.
+
+A small network leaves a GPU idle between its small kernels, however many streams there are; fifty of them stacked are
+one network of ordinary size. The stacked step is the ordinary one, vectorised over clients: convolutions become
+matrix products, matrix products batched ones. Clients never mix, so the gradient of the sum of their losses is theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from ..data.batches import joint_batches, joint_order
+from ..spaces.layers import Counted, counter_start
+from ..spaces.measure import tensors_of
+from .jobs import Fit
+from .replay import CHUNK, FitSlot, Replay, Step, on, start_state
+from .steps import objective, pull_, push_
+
+BUFFER = 512 << 20  # bytes that batches prepared ahead may take
+TRIAL = 4  # steps to tell which way is faster
+BEGIN = 4e-4  # seconds that Python takes to begin and end a job that runs by itself
+COLUMNS = 2 << 30  # bytes that the columns of one convolution may take
+
+
+class Stacked:
+    """The networks of several clients side by side, and one step of all of them."""
+
+    def __init__(self, key: Step, net: nn.Module, places: int) -> None:
+        self.key, self.net, self.places, self.local = key, net.train(), places, key.local
+        for module in net.modules():
+            if type(module) is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros":
+                module.forward = partial(convolve, module, places)  # type: ignore[assignment]
+        named = dict(net.named_parameters())
+        self.train = tuple(named) if key.train is None else key.train
+        device = next(net.parameters()).device
+
+        def side_by_side(tensor: Tensor) -> Tensor:
+            return tensor.detach().expand(places, *tensor.shape).clone()
+
+        self.learnt = {n: nn.Parameter(side_by_side(named[n])) for n in self.train}
+        self.rest = {n: side_by_side(p) for n, p in named.items() if n not in self.learnt}
+        self.rest |= {n: side_by_side(b) for n, b in net.named_buffers()}
+        self.counted = [n for n, m in net.named_modules() if isinstance(m, Counted)]
+        self.parameters = list(self.learnt.values())
+        everything = self.learnt | self.rest
+        self.tensors = [everything[n] for n in tensors_of(net)]
+        self.lr = torch.ones((), device=device)
+        self.shift = torch.zeros(places, key.space.classes, device=device) if key.shifted else None
+        self.anchors = [torch.zeros_like(p) for p in self.parameters] if key.anchored else []
+        self.pull = torch.zeros((), device=device)
+        self.pushes = [torch.zeros_like(p) for p in self.parameters] if key.pushed else []
+        self.optimiser = self.local.optimiser(self.parameters, self.lr)
+        self.state = start_state(self.optimiser, self.parameters)
+
+    @torch.no_grad()
+    def load(self, jobs: Sequence[Fit]) -> None:
+        """Takes over the networks of jobs that share the step, the learning rate and the pull."""
+        self._fill(self.tensors, [list(tensors_of(job.net).values()) for job in jobs])
+        for i, name in enumerate(self.counted):
+            starts = torch.tensor([counter_start(job.seed, i) for job in jobs])
+            self.rest[f"{name}.counter"][: len(jobs)].copy_(starts)
+        self.lr.fill_(jobs[0].lr)
+        if self.shift is not None:
+            self._fill([self.shift], [[job.shift] for job in jobs if job.shift is not None])
+        if self.anchors:
+            self._fill(self.anchors, [[job.anchor[n] for n in self.train] for job in jobs if job.anchor])
+            self.pull.fill_(jobs[0].pull)
+        if self.pushes:
+            self._fill(self.pushes, [[job.push[n] for n in self.train] for job in jobs if job.push])
+        if self.state:
+            torch._foreach_zero_(self.state)
+
+    @staticmethod
+    def _fill(stacked: Sequence[Tensor], each: Sequence[Sequence[Tensor]]) -> None:
+        targets = [t[i] for i in range(len(each)) for t in stacked]
+        torch._foreach_copy_(targets, [t for tensors in each for t in tensors])
+
+    @torch.no_grad()
+    def unload(self, jobs: Sequence[Fit]) -> None:
+        """Gives the networks back."""
+        targets = [t for job in jobs for t in tensors_of(job.net).values()]
+        torch._foreach_copy_(targets, [t[i] for i in range(len(jobs)) for t in self.tensors])
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One step of every client on its batch, [places, batch, ...]; every client's loss."""
+
+        def loss_of(tensors: dict[str, Tensor], x: Tensor, y: Tensor, shift: Tensor | None) -> Tensor:
+            return objective(functional_call(self.net, tensors, (x,)), y, self.local.label_smoothing, shift)
+
+        self.optimiser.zero_grad(set_to_none=True)
+        along = (0, 0, 0, None if self.shift is None else 0)
+        losses = vmap(loss_of, in_dims=along)(self.learnt | self.rest, x, y, self.shift)
+        losses.sum().backward()
+        if self.anchors:
+            pull_(self.parameters, self.anchors, self.pull)
+        if self.pushes:
+            push_(self.parameters, self.pushes)
+        if self.local.clip:
+            clip_each_([p.grad for p in self.parameters if p.grad is not None], self.local.clip)
+        self.optimiser.step()
+        return losses.detach()
+
+
+def convolve(layer: nn.Conv2d, places: int, x: Tensor) -> Tensor:
+    """A convolution as a matrix product, which is faster for many clients than one with a group for each of them."""
+    (high, wide), (down, along) = layer.kernel_size, layer.stride
+    assert not isinstance(layer.padding, str)
+    rows = (x.shape[-2] + 2 * layer.padding[0] - high) // down + 1
+    columns = (x.shape[-1] + 2 * layer.padding[1] - wide) // along + 1
+    if layer.dilation != (1, 1) or 4 * places * len(x) * rows * columns * layer.weight[0].numel() > COLUMNS:
+        return layer._conv_forward(x, layer.weight, layer.bias)
+    padded = F.pad(x, (layer.padding[1], layer.padding[1], layer.padding[0], layer.padding[0]))
+    patches = padded.unfold(2, high, down).unfold(3, wide, along)  # [batch, channels, rows, columns, high, wide]
+    flat = patches.permute(0, 2, 3, 1, 4, 5).reshape(len(x) * rows * columns, -1)
+    found = flat @ layer.weight.flatten(1).t()
+    if layer.bias is not None:
+        found = found + layer.bias
+    return found.view(len(x), rows, columns, -1).permute(0, 3, 1, 2)
+
+
+def clip_each_(gradients: Sequence[Tensor], most: float) -> None:
+    """Scales every client's gradient down to a norm of at most this."""
+    squares = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
+    scale = (most / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.reshape(-1, *[1] * (gradient.dim() - 1)))
+
+
+class StackSlot(Replay):
+    """The captured step of a stack. Places that a round leaves empty compute on what was there before."""
+
+    def __init__(
+        self, key: Step, net: nn.Module, places: int, steps: int, stream: torch.cuda.Stream, precision: str
+    ) -> None:
+        self.stacked = Stacked(key, net, places)
+        device, batch = self.stacked.lr.device, (places, *key.batch)
+        chunk = max(1, min(CHUNK, steps, BUFFER // (4 * int(torch.Size(batch).numel()))))
+        super().__init__([batch], device, precision, chunk)
+        self.key, self.places, self.stream = key, places, stream
+        self.total = torch.zeros(places, device=device)
+        self.blank()
+        stream.wait_stream(torch.cuda.current_stream())
+        self.capture(lambda: self.stacked.step(*self.batches()[0]))
+
+    def begin(self, jobs: Sequence[Fit]) -> None:
+        streams, steps = [job.stream for job in jobs], jobs[0].steps
+        order = joint_order(streams, steps)
+        self.jobs = jobs
+
+        def draw(first: int, count: int) -> tuple[Tensor, Tensor]:
+            return joint_batches(streams, order[first : first + count], first)
+
+        self.start([draw], steps)
+        with on(self.stream):
+            self.stacked.load(jobs)
+
+    def _fill(self) -> None:
+        self.counter.zero_()
+        ((images, labels),), (draw,) = self.buffers, self.draws
+        x, y = draw(self.done, min(self.chunk, self.left))
+        images[: len(x), : x.shape[1]].copy_(x)
+        labels[: len(y), : y.shape[1]].copy_(y)
+
+    def finish(self) -> None:
+        with on(self.stream):
+            self.stacked.unload(self.jobs)
+
+
+def stacking_pays(stack: StackSlot, lanes: Sequence[FitSlot], clients: int, steps: int) -> bool:
+    """Whether a stack takes less time for a job of so many steps than so many clients side by side."""
+
+    def seconds(slots: Sequence[Replay], streams: Sequence[torch.cuda.Stream]) -> float:
+        took = 0.0
+        for _ in range(2):  # the first time warms up
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for slot, stream in zip(slots, streams, strict=True):
+                with on(stream):
+                    for _ in range(TRIAL):
+                        slot.counter.zero_()
+                        slot.graph.replay()
+            torch.cuda.synchronize()
+            took = time.perf_counter() - began
+        return took * steps / TRIAL
+
+    for slot in lanes:
+        slot.blank()
+    side_by_side = seconds(lanes, [torch.cuda.Stream() for _ in lanes]) / len(lanes) + BEGIN
+    return seconds([stack], [stack.stream]) < side_by_side * clients
