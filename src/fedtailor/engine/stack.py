@@ -118,8 +118,8 @@ def convolve(layer: nn.Conv2d, places: int, x: Tensor) -> Tensor:
         return layer._conv_forward(x, layer.weight, layer.bias)
     padded = F.pad(x, (layer.padding[1], layer.padding[1], layer.padding[0], layer.padding[0]))
     patches = padded.unfold(2, high, down).unfold(3, wide, along)  # [batch, channels, rows, columns, high, wide]
-    flat = patches.permute(0, 2, 3, 1, 4, 5).reshape(len(x) * rows * columns, -1)
-    found = flat @ layer.weight.flatten(1).t()
+    flat = patches.permute(0, 2, 3, 4, 5, 1).reshape(len(x) * rows * columns, -1)  # channels last: they lie together
+    found = flat @ layer.weight.permute(0, 2, 3, 1).flatten(1).t()
     if layer.bias is not None:
         found = found + layer.bias
     return found.view(len(x), rows, columns, -1).permute(0, 3, 1, 2)
