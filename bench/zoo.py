@@ -34,7 +34,7 @@ from fedtailor import __version__
 from fedtailor.config import PRESETS, load
 from fedtailor.data import partition as partitions
 from fedtailor.data.sources import load as load_data
-from fedtailor.registry import names
+from fedtailor.registry import lookup, names
 from fedtailor.runs.execute import start
 from fedtailor.runs.results import Results, spread
 
@@ -113,7 +113,8 @@ VARIANTS: dict[str, Row] = {  # rows that are no method of their own, but a meth
 
 def rows() -> dict[str, Row]:
     """Every registered method of the package, and the variants; those that take longest come first."""
-    methods = {name: BY_METHOD.get(name, Row()) for name in names("method") if ":" not in name}
+    shipped = [name for name in names("method") if lookup("method", name).__module__.startswith("fedtailor.")]
+    methods = {name: BY_METHOD.get(name, Row()) for name in shipped}
     found = {n: Row({"method.name": n, **r.changes}, r.option, r.values) for n, r in methods.items()} | VARIANTS
     return dict(sorted(found.items(), key=lambda item: (item[1].changes.get("space.name") != "darts", item[0])))
 
