@@ -107,6 +107,9 @@ VARIANTS: dict[str, Row] = {  # rows that are no method of their own, but a meth
         "method.interpolate",
         (0.0, 0.5),
     ),
+    "fedavg-ft with norm": Row(  # of FedBN's network
+        {"method.name": "fedavg-ft", "net.name": "cnn", "net.norm": "batch"}, "method.interpolate", (0.0, 0.5)
+    ),
     "vit-swap": Row({"method.name": "fedavg", "net.name": "vit"}),
 }
 

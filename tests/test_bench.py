@@ -111,3 +111,57 @@ def test_the_zoo_has_every_method_with_the_same_budget() -> None:
     assert {len(row.trials()) for row in rows.values()} == {8}
     for row in rows.values():
         load("zoo", {**row.changes, **row.trials()[-1]})
+
+
+def test_committed_pages_are_what_the_results_say() -> None:
+    results = script("results")
+    for name, text in results.pages().items():
+        assert (results.DOCS / name).read_bytes() == text.encode(), f"docs/{name}: run make results"
+
+
+def made_up(seed: int, good: float) -> dict[str, Any]:
+    """A result as bench/cifar.py writes it."""
+    accuracies = {"val": [good, 0.5], "test": [good, 0.4], "parameters": [1, 1]}
+    return {
+        "federation": "devices",
+        "row": "fedavg",
+        "seed": seed,
+        "rounds": 400,
+        "endings": {
+            "as it is": accuracies | {"global test": [0.25, 0.75]},
+            "fine-tuned@0.001": {"val": [0.9, 0.9], "test": [0.6, 0.8]},
+            "fine-tuned@0.01": {"val": [0.8, 0.8], "test": [1.0, 1.0]},
+        },
+        "curves": {"personal": [[40, 0.3], [400, good]], "global": []},
+        "bytes_up": 1e9,
+        "bytes_down": 2e9,
+        "simulated_hours": 1.5,
+        "gpu_seconds": 120.0,
+        "peak_gib": 2.0,
+        "precision": "tf32",
+        "device": "a card",
+        "torch": "2",
+        "python": "3",
+        "config": {"local": {"lr": 0.05}},
+    }
+
+
+def test_the_page_reports_seeds_and_lets_val_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script("results")
+    pages = script("pages_cifar")
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    for seed, good in ((0, 0.8), (1, 0.6)):
+        (tmp_path / f"devices-fedavg-{seed}.json").write_text(json.dumps(made_up(seed, good)))
+    written = pages.pages()
+    text = written["results.md"]
+    (row,) = [line for line in text.splitlines() if line.startswith("| fedavg |")]
+    assert "**55.00** ± 15.00 | 40.00 |" in row  # means 60 and 50, std over clients 20 and 10, of two clients the worse
+    assert "0: 60.00, 1: 50.00 | 400 | 3.0 | 1.50" in row
+    assert "not tuned; 400 rounds instead of 800; tf32" in row
+    tuned = next(line for line in text.splitlines() if "fine-tuned (lr 0.001)" in line)  # test would choose the other
+    assert "**70.00**" in tuned
+    assert "74.44" in tuned
+    assert "| perfedrlnas-darts | not run yet |" in text
+    assert "4 GPU minutes for 2 runs" in text
+    assert written["assets/results-devices-curves.svg"].startswith("<svg")
+    assert pages.pages() == written
