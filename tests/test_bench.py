@@ -154,7 +154,7 @@ def test_the_page_reports_seeds_and_lets_val_choose(tmp_path: Path, monkeypatch:
         (tmp_path / f"devices-fedavg-{seed}.json").write_text(json.dumps(made_up(seed, good)))
     written = pages.pages()
     text = written["results.md"]
-    (row,) = [line for line in text.splitlines() if line.startswith("| fedavg |")]
+    row = next(line for line in text.splitlines() if line.startswith("| fedavg |"))
     assert "**55.00** ± 15.00 | 40.00 |" in row  # means 60 and 50, std over clients 20 and 10, of two clients the worse
     assert "0: 60.00, 1: 50.00 | 400 | 3.0 | 1.50" in row
     assert "not tuned; 400 rounds instead of 800; tf32" in row
