@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-flower test test-flower setup lint docs format clean
+.PHONY: demo demo-flower test test-flower zoo results setup lint docs format clean
 
 demo: $(STAMP)
 	$(BIN)/fedtailor demo
@@ -18,6 +18,14 @@ test: $(STAMP)
 
 test-flower: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m flower tests/test_flower.py
+
+zoo: $(STAMP)  # every method on digits, an hour on 16 cores; then the page
+	$(BIN)/python bench/zoo.py --out runs/zoo
+	$(BIN)/python bench/zoo.py --collect runs/zoo
+	$(BIN)/python bench/results.py
+
+results: $(STAMP)  # the pages of results, from bench/results
+	$(BIN)/python bench/results.py
 
 setup: $(STAMP)
 

@@ -1,0 +1,417 @@
+"""Rows of the CIFAR-10 tables on one GPU, in resumable pieces: the runs behind docs/results.md.
+
+    python bench/cifar.py devices --rows fedavg,perfedrlnas-mobilenetv3 --seed 0 --out DIR --minutes 9
+    python bench/cifar.py devices --rows fedavg --tune --out DIR --minutes 9      # four learning rates, judged on val
+    python bench/cifar.py --collect DIR ...                                       # into bench/results/cifar
+    python bench/cifar.py --list                                                  # federations and rows
+
+A row trains in a run folder under --work, which is picked up again by the same command; what is finished is written to
+DIR/results.jsonl. A run that the time cuts short also leaves DIR/NAME.part00, .part01, ... (14 MB each) where it is
+small enough to travel; --parts FOLDER unpacks such files on another machine before going on. Data: --data-dir or the
+variable FEDTAILOR_DATA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import sys
+import tarfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cifar_rows import FEDERATIONS, Ending, Row
+
+from fedtailor.config import Config, load
+from fedtailor.data import partition as partitions
+from fedtailor.data.federation import Store
+from fedtailor.data.sources import load as load_data
+from fedtailor.engine.loop import Event, Federation, State
+from fedtailor.evaluate import Kept, evaluate, keep_networks
+from fedtailor.method import Server
+from fedtailor.runs import execute
+from fedtailor.runs.execute import LocalDriver, Report, Setup, Watcher, choose_device, drive, prepare
+from fedtailor.runs.results import Results
+
+RESULTS = Path(__file__).parent / "results" / "cifar"
+PART, LARGEST = 14_000_000, 4  # bytes of a part, and how many parts may travel
+
+
+class Late(KeyboardInterrupt):
+    """The time is over: the run saves what it has, as at Ctrl-C."""
+
+
+class Clock:
+    def __init__(self, minutes: float) -> None:
+        self.end = time.monotonic() + 60 * minutes if minutes else float("inf")
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+
+class Piece(LocalDriver):
+    """Runs rounds until the time is over, and at the end of the run the row's endings, one after the other."""
+
+    def __init__(self, setup: Setup, federation: Federation, test: Store, row: Row, folder: Path, clock: Clock) -> None:
+        super().__init__(federation, test)
+        self.setup, self.row, self.folder, self.clock = setup, row, folder, clock
+        self.judged = test if row.judged else None  # tuning never opens test
+
+    def rounds(self, state: State, report: Report, due: Callable[[int], bool]) -> Iterator[State]:
+        longest = 0.0
+        began = time.monotonic()
+        for found in super().rounds(state, report, due):
+            yield found
+            longest, began = max(longest, time.monotonic() - began), time.monotonic()
+            if self.clock.left() < 15 + longest:
+                raise Late
+
+    def finish(self, state: State) -> tuple[list[Event], list[Kept]]:
+        took = 0.0
+        for name, ending in self.row.endings.items():
+            path = self.folder / "endings" / f"{name}.json"
+            if path.exists():
+                continue
+            if self.clock.left() < 15 + 1.5 * took:
+                raise Late
+            began = time.monotonic()
+            path.parent.mkdir(exist_ok=True)
+            found = self.ending(ending, state, whole=name == next(iter(self.row.endings)))
+            path.write_text(json.dumps(found))
+            took = max(took, time.monotonic() - began)
+            says = ", ".join(f"{k} {100 * np.mean(found[k]):.2f} %" for k in ("val", "test") if k in found)
+            print(f"  {name}: {says}, {time.monotonic() - began:.0f} s", flush=True)
+        return [], []
+
+    def ending(self, ending: Ending, state: State, whole: bool) -> dict[str, Any]:
+        """Accuracies of all clients after an ending, and, where `whole`, of the server's model. Keeps no networks."""
+        config = load(tomllib.loads(self.setup.config.to_toml()), ending.changes)
+        job = dataclasses.replace(self.federation.job, local=config.local)
+        server = Server(job, state.round, **state.server.values)
+        before = self.federation
+        federation = Federation(job, config.make_method(), before.store, before.engine, before.fleet, before.rules)
+        seats = job.seats[: job.clients]
+        ended = State(server, state.memories, state.round)
+        if whole and not ending.epochs:
+            events = evaluate(federation, ended, self.judged)[0]
+        else:
+            more = (state.memories, self.judged, "personal", ending.epochs)
+            events = keep_networks(federation, federation.method, server, seats, *more)[0]
+        return accuracies(events)
+
+
+def accuracies(events: Sequence[Event]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for event in events:
+        kind, split = event.metric.removesuffix("_accuracy"), event.split
+        if event.metric in ("personal_accuracy", "global_accuracy"):
+            found.setdefault(split if kind == "personal" else f"global {split}", []).append(
+                round(float(event.value), 4)
+            )
+    sizes = [float(e.value) for e in events if e.metric == "personal_parameters"]
+    return found | {"parameters": [int(n) for n in sizes]}
+
+
+class Progress(Watcher):
+    def __init__(self, name: str) -> None:
+        self.name, self.before = name, time.monotonic()
+
+    def begin(self, title: str, done: int, rounds: int) -> None:
+        self.rounds, self.every = rounds, max(1, rounds // 20)
+        print(f"{self.name}: {done} of {rounds} rounds done", flush=True)
+
+    def round(self, number: int, facts: dict[str, float]) -> None:
+        if number % self.every == 0:
+            now = time.monotonic()
+            each, self.before = (now - self.before) / self.every, now
+            says = " ".join(f"{k} {v:.4f}" for k, v in facts.items())
+            print(f"  round {number}/{self.rounds}, {each:.2f} s each: {says}", flush=True)
+
+    def say(self, text: str) -> None:
+        print(f"  {text}", flush=True)
+
+
+# one row -------------------------------------------------------------------------------------------------------------
+
+
+def configure(args: argparse.Namespace, row: str, lr: float | None, rounds: int = 0, seed: int | None = None) -> Config:
+    """The row's configuration: preset, row, command line; all seeds share the partition of the preset's seed."""
+    federation = FEDERATIONS[args.federation]
+    changes: dict[str, Any] = {**federation.rows[row].changes}
+    changes |= {"data.dir": args.data_dir} if args.data_dir else {}
+    if lr is not None:
+        changes["local.lr"] = lr
+    config = load(federation.preset, changes)
+    rounds = rounds or args.rounds or config.rounds
+    file = args.work / f"{federation.preset}.npz"
+    if not file.exists():
+        first = load(federation.preset)
+        data = load_data(first.data.name, Path(args.data_dir) if args.data_dir else None)
+        made = partitions.make(data, first.make_partition(), first.clients, first.seed)
+        if made.hash != federation.partition:
+            sys.exit(f"{federation.preset}: the partition is {made.hash}, not {federation.partition}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made.save(file)
+    tops = {"seed": args.seed if seed is None else seed, "rounds": rounds, "precision": args.precision}
+    tops |= {"evaluate_every": max(1, rounds // 10), "checkpoint_every": max(1, rounds // 10)}
+    return load(tomllib.loads(config.to_toml()), {**tops, "partition.file": str(file)})
+
+
+def rate(args: argparse.Namespace, row: str) -> float | None:
+    """The learning rate: of the command line, of tuning here, of committed tuning; None: the preset's."""
+    if args.lr:
+        return args.lr
+    own = [t for t in tunings(args.work) if (t["federation"], t["row"]) == (args.federation, row)]
+    if own and len(own) == len(FEDERATIONS[args.federation].rows[row].rates):
+        return best(own)
+    path = RESULTS / "tuned.toml"
+    committed = tomllib.loads(path.read_text()) if path.exists() else {}
+    return committed.get(args.federation, {}).get(row)
+
+
+def best(tried: Sequence[Mapping[str, Any]]) -> float:
+    return float(min(tried, key=lambda t: (-t["val"], t["lr"]))["lr"])
+
+
+def train(args: argparse.Namespace, row: str, clock: Clock) -> dict[str, Any] | None:
+    """Runs a row or what is left of it; its result, or None where the time was too short."""
+    config = configure(args, row, rate(args, row))
+    name = f"{args.federation}-{row}-s{config.seed}-r{config.rounds}-lr{config.local.lr:g}-{config.precision}"
+    folder = args.work / name
+    if not folder.exists() and args.parts:
+        unpack(args.parts, name, args.work)
+    if (folder / "result.json").exists():
+        return json.loads((folder / "result.json").read_text())
+    try:
+        go(config, folder, FEDERATIONS[args.federation].rows[row], clock, args, Progress(name))
+    except Late:
+        pack(folder, args.out)
+        print(f"{name}: the time is over; the same command goes on", flush=True)
+        return None
+    found = result(args.federation, row, folder)
+    (folder / "result.json").write_text(json.dumps(found))
+    return found
+
+
+def go(config: Config, folder: Path, row: Row, clock: Clock, args: argparse.Namespace, watch: Watcher) -> None:
+    """Starts or resumes a run in its folder."""
+    device = choose_device(args.device)
+    there = (folder / "run.json").exists()
+    if there:
+        setup = prepare(load(folder / "config.toml", {"data.dir": args.data_dir}), folder / "partition.npz")
+    else:
+        setup = prepare(config)
+        execute.write_bytes(folder / "config.toml", config.to_toml().encode())
+        setup.partition.save(folder / "partition.npz")
+        execute.write_facts(folder, execute.facts_of(setup, device, " ".join(sys.argv)))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    driver = Piece(setup, *setup.federation(device, args.workers, args.engine, watch.say), row, folder, clock)
+    try:
+        drive(driver, setup.config, setup.job, folder, device, watch)
+    finally:
+        peak = folder / "peak.json"
+        before = json.loads(peak.read_text()) if peak.exists() else 0.0
+        now = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+        peak.write_text(json.dumps(max(before, round(now, 3))))
+        del driver
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def result(federation: str, row: str, folder: Path) -> dict[str, Any]:
+    """What is kept of a row: small and tidy."""
+    results = Results.read(folder)
+    summary, facts = results.summary(), results.facts
+    config = dict(results.config)
+    config["partition"] = {k: v for k, v in config["partition"].items() if k != "file"}
+    config["data"] = {"name": config["data"]["name"]}
+    endings = {p.stem: json.loads(p.read_text()) for p in sorted((folder / "endings").glob("*.json"))}
+    order = list(FEDERATIONS[federation].rows[row].endings)
+    return {
+        "federation": federation,
+        "row": row,
+        "seed": config["seed"],
+        "rounds": results.rounds_done,
+        "partition_hash": facts["partition_hash"],
+        "data_hash": facts["data_hash"],
+        "endings": {name: endings[name] for name in order if name in endings},
+        "curves": {kind: curve(results, f"{kind}_accuracy", "val") for kind in ("personal", "global")},
+        "loss": thinned(curve(results, "loss", "train")),
+        "bytes_up": summary["bytes_up"],
+        "bytes_down": summary["bytes_down"],
+        "simulated_hours": round(summary["simulated_hours"], 4),
+        "gpu_seconds": round(float(facts["seconds"]), 1),
+        "round_seconds": round(float(np.median(results.series("measured_seconds", "").mean)), 4),
+        "peak_gib": json.loads((folder / "peak.json").read_text()),
+        "precision": facts["precision"],
+        "device": facts["device"],
+        "fedtailor": facts["fedtailor"],
+        "torch": facts["torch"],
+        "python": facts["python"],
+        "config": config,
+    }
+
+
+def curve(results: Results, metric: str, split: str) -> list[list[float]]:
+    series = results.series(metric, split)
+    return [[int(r), round(float(m), 4)] for r, m in zip(series.rounds, series.mean, strict=True)]
+
+
+def thinned(points: list[list[float]], most: int = 50) -> list[list[float]]:
+    """Means over equal stretches of rounds."""
+    if len(points) <= most:
+        return points
+    groups = np.array_split(np.array(points), most)
+    return [[int(g[-1, 0]), round(float(g[:, 1].mean()), 4)] for g in groups]
+
+
+# tuning --------------------------------------------------------------------------------------------------------------
+
+
+def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
+    """The row's learning rates at a tenth of its rounds, with the tuning seed; val accuracy as it is decides."""
+    spec = FEDERATIONS[args.federation].rows[row]
+    whole = configure(args, row, None).rounds
+    first = next(iter(spec.endings.items()))
+    for lr in spec.rates:
+        config = configure(args, row, lr, max(2, whole // 10), seed=100)
+        name = f"tune-{args.federation}-{row}-lr{lr:g}-r{config.rounds}-{config.precision}"
+        folder = args.work / name
+        if (folder / "tune.json").exists():
+            continue
+        if clock.left() < 20:
+            raise Late
+        spec = dataclasses.replace(spec, endings=dict([first]), judged=False)
+        go(config, folder, spec, clock, args, Progress(name))
+        ended = json.loads((folder / "endings" / f"{first[0]}.json").read_text())
+        facts = execute.read_facts(folder)
+        found = {"federation": args.federation, "row": row, "lr": lr, "rounds": config.rounds, "ending": first[0]}
+        found |= {"val": round(float(np.mean(ended["val"])), 5), "gpu_seconds": round(float(facts["seconds"]), 1)}
+        found |= {"precision": config.precision, "seed": config.seed, "rounds_of_row": whole}
+        (folder / "tune.json").write_text(json.dumps(found))
+    print(f"{row}: lr {rate(args, row)}", flush=True)
+
+
+def tunings(work: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(work.glob("tune-*/tune.json"))]
+
+
+# travelling ----------------------------------------------------------------------------------------------------------
+
+
+def pack(folder: Path, out: Path) -> None:
+    """A run folder as a few files that can travel; says so where it is too large."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        newest = max((folder / "checkpoints").glob("*.json"), key=lambda p: p.name)
+        manifest = json.loads(newest.read_text())
+        entries = [manifest["server"], *manifest["memories"].values()]
+        wanted = {newest, *(newest.parent / entry["file"] for entry in entries)}
+        loose = {path for path in folder.rglob("*") if path.is_file() and path.parent.name != "checkpoints"}
+        for path in sorted(wanted | loose):
+            tar.add(path, path.relative_to(folder.parent))
+    data = buffer.getbuffer()
+    if len(data) > PART * LARGEST:
+        print(f"{folder.name}: {len(data) / 1e6:.0f} MB are too large to travel; it goes on here", flush=True)
+        return
+    for i in range(0, len(data), PART):
+        (out / f"{folder.name}.part{i // PART:02d}").write_bytes(data[i : i + PART])
+
+
+def unpack(parts: Path, name: str, work: Path) -> None:
+    files = sorted(parts.glob(f"{name}.part*"))
+    if files:
+        with tarfile.open(fileobj=io.BytesIO(b"".join(f.read_bytes() for f in files))) as tar:
+            tar.extractall(work, filter="data")
+        print(f"{name}: unpacked", flush=True)
+
+
+def collect(folders: Sequence[Path]) -> None:
+    """Puts results into bench/results/cifar: a file per row and seed, the tuning runs, and the rates they chose."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    lines = [json.loads(line) for f in folders for line in (f / "results.jsonl").read_text().splitlines()]
+    tried_file = RESULTS / "tuning.jsonl"
+    tried = [json.loads(line) for line in tried_file.read_text().splitlines()] if tried_file.exists() else []
+    for line in lines:
+        if "endings" in line:
+            path = RESULTS / f"{line['federation']}-{line['row']}-{line['seed']}.json"
+            path.write_text(json.dumps(line, sort_keys=True) + "\n")
+            print(path)
+        elif line not in tried:
+            tried.append(line)
+    tried.sort(key=lambda t: (t["federation"], t["row"], t["lr"], t["rounds"]))
+    tried_file.write_text("".join(json.dumps(t, sort_keys=True) + "\n" for t in tried))
+    chosen: dict[str, dict[str, float]] = {}
+    for federation, spec in FEDERATIONS.items():
+        for row in spec.rows:
+            own = [t for t in tried if (t["federation"], t["row"]) == (federation, row)]
+            if own:
+                chosen.setdefault(federation, {})[row] = best(own)
+    text = (
+        "# Learning rates by row, chosen on val among the runs in tuning.jsonl. Written by bench/cifar.py --collect.\n"
+    )
+    (RESULTS / "tuned.toml").write_text(text + tomli_w.dumps(chosen))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("federation", nargs="?", choices=list(FEDERATIONS))
+    parser.add_argument("--rows", default="", help="separated by commas; default: all of the federation's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=0, help="instead of the preset's")
+    parser.add_argument("--lr", type=float, default=0.0, help="instead of the tuned one")
+    parser.add_argument("--tune", action="store_true", help="try the rows' learning rates instead of running them")
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop cleanly before so many; 0: no limit")
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
+    parser.add_argument("--engine", choices=("auto", "eager"), default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--workers", type=int, default=0, help="threads on a CPU")
+    parser.add_argument("--data-dir", default="")
+    parser.add_argument("--work", type=Path, default=Path("runs/cifar"), help="run folders")
+    parser.add_argument("--out", type=Path, default=Path("runs/cifar-out"), help="results, and parts that travel")
+    parser.add_argument("--parts", type=Path, help="folder with parts of runs from another machine")
+    parser.add_argument("--collect", type=Path, nargs="+", help="folders with results.jsonl")
+    parser.add_argument("--list", action="store_true")
+    args = parser.parse_args()
+    if args.collect:
+        collect(args.collect)
+        return
+    if args.list or not args.federation:
+        for name, federation in FEDERATIONS.items():
+            print(f"{name}: {', '.join(federation.rows)}")
+        return
+    known = FEDERATIONS[args.federation].rows
+    wanted = [row.strip() for row in args.rows.split(",")] if args.rows else list(known)
+    if unknown := [row for row in wanted if row not in known]:
+        sys.exit(f"no such row in {args.federation}: {', '.join(unknown)}. There are: {', '.join(known)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    clock = Clock(args.minutes)
+    done: list[dict[str, Any]] = []
+    try:
+        for row in wanted:
+            if args.tune:
+                tune(args, row, clock)
+            elif found := train(args, row, clock):
+                done.append(found)
+            else:
+                break
+    except Late:
+        print("the time is over; the same command goes on", flush=True)
+    finally:
+        lines = tunings(args.work) + done
+        (args.out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()

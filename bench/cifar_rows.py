@@ -1,0 +1,228 @@
+"""The rows of the CIFAR-10 tables: what each federation compares, and the papers' figures beside it.
+
+A row is trained once. Its endings are made of the trained state afterwards: as it is, fine-tuned, with the label prior.
+An ending `name@x` is one of several values tried; of these the one with the best val accuracy is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Changes = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What clients do with the trained state before they are scored."""
+
+    changes: Changes = field(default_factory=dict)
+    epochs: float = 0.0  # that every client trains its network on for
+
+
+@dataclass(frozen=True)
+class Row:
+    changes: Changes
+    endings: Mapping[str, Ending]
+    rates: tuple[float, ...] = (0.02, 0.05, 0.08, 0.12)  # learning rates tried
+    paper: Mapping[str, str] = field(default_factory=dict)  # ending -> the paper's figure
+    hours: str = ""  # the paper's, for the row
+    note: str = ""
+    judged: bool = True  # on test, at the end
+
+
+@dataclass(frozen=True)
+class Federation:
+    preset: str
+    partition: str  # the hash it must have
+    rows: Mapping[str, Row]
+    title: str = ""
+
+
+def tuned(epochs: float, lr: float, **more: Any) -> Ending:
+    """Fine-tuning: some epochs at one rate, of whatever the method gives a client."""
+    return Ending({"local.schedule": "constant", "local.lr": lr, **_dotted(more)}, epochs)
+
+
+def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace("__", "."): value for key, value in options.items()}
+
+
+PRIOR = {"local.prior": True, "local.prior_tau": 1.0}
+HALF = {"method.name": "fedavg-ft", "method.epochs": 5.0, "method.lr": 0.001, "method.interpolate": 0.5}
+
+
+def shared_endings(epochs: float, **as_is: Any) -> dict[str, Ending]:
+    """For methods that give a client a network others have trained too."""
+    rates = (0.001, 0.003, 0.01)
+    return {
+        "as it is": Ending(_dotted(as_is)),
+        "prior": Ending({**_dotted(as_is), **PRIOR}),
+        **{f"fine-tuned@{lr}": tuned(epochs, lr, **as_is) for lr in rates},
+        **{f"fine-tuned, prior@{lr}": tuned(epochs, lr, **as_is, local__prior=True) for lr in rates[:2]},
+    }
+
+
+def prior_endings(epochs: float, **as_is: Any) -> dict[str, Ending]:
+    """For rows that were trained with the prior in every client's loss."""
+    return {
+        "as it is": Ending(_dotted(as_is)),
+        **{f"fine-tuned@{lr}": tuned(epochs, lr, **as_is) for lr in (0.001, 0.003)},
+    }
+
+
+def own_endings(epochs: float) -> dict[str, Ending]:
+    """For methods whose clients have networks of their own."""
+    return {"as it is": Ending(), **{f"fine-tuned@{lr}": tuned(epochs, lr) for lr in (0.001, 0.003)}}
+
+
+HALF_WAY = {"half-way, prior": Ending({**HALF, "local.prior": True, "local.prior_tau": 0.5})}
+HALF_WAY_PRIOR = {"half-way": Ending({**HALF, "local.prior": True})}
+
+# devices ------------------------------------------------------------------------------------------------------------
+
+NO_PRIOR = {"local.prior": False}
+SEARCH = {"local.bn": "recalibrate", "method.deploy": "as-is"}
+ADAMW_RATES = (0.0003, 0.0005, 0.001, 0.002)
+
+
+def search(method: str, space: str, prior: bool = False, **more: Any) -> dict[str, Any]:
+    return {"method.name": method, "space.name": space, "local.prior": prior, **SEARCH, **_dotted(more)}
+
+
+DEVICES = {
+    "local": Row(
+        {"method.name": "local", "participants": 100, "rounds": 10, **NO_PRIOR},
+        own_endings(0.0) | {"prior": Ending(PRIOR)},
+        paper={"as it is": "57.60 ± 13.60"},
+        note="50 epochs a client; there is nothing to wait for, so all train at once",
+    ),
+    "fedavg": Row(
+        {"method.name": "fedavg", **NO_PRIOR},
+        shared_endings(10.0) | HALF_WAY,
+        paper={"fine-tuned": "74.44"},
+    ),
+    "fedavg-prior": Row({"method.name": "fedavg", "local.prior": True}, prior_endings(10.0) | HALF_WAY_PRIOR),
+    "fedrep": Row(
+        {"method.name": "fedrep", "method.final_epochs": 0.0, **NO_PRIOR},
+        {"as it is": Ending({"method.final_epochs": 10.0}), "prior": Ending({"method.final_epochs": 10.0, **PRIOR})},
+        paper={"as it is": "74.75"},
+    ),
+    "fedbabu": Row(
+        {"method.name": "fedbabu", "method.epochs": 0.0, **NO_PRIOR},
+        {f"fine-tuned@{lr}": Ending({"method.epochs": 10.0, "method.lr": lr}) for lr in (0.001, 0.003, 0.01)},
+        paper={"fine-tuned": "75.00"},
+    ),
+    "perfedrlnas-mobilenetv3": Row(
+        search("perfedrlnas", "mobilenetv3"),
+        shared_endings(10.0),
+        paper={"fine-tuned": "82.02 ± 4.85"},
+        hours="9.96",
+        note="the paper scores after 5 local epochs, the best of all rounds",
+    ),
+    "perfedrlnas-mobilenetv3-prior": Row(search("perfedrlnas", "mobilenetv3", prior=True), prior_endings(10.0)),
+    "perfedrlnas-darts": Row(
+        search("perfedrlnas", "darts", space__variant="full", space__channels=16, space__cells=8),
+        shared_endings(10.0),
+        paper={"fine-tuned": "80.80 ± 5.48"},
+        hours="5.76",
+    ),
+    "perfedrlnas-vit": Row(
+        search("perfedrlnas", "vit", local__optimizer="adamw", local__weight_decay=0.05),
+        shared_endings(10.0),
+        rates=ADAMW_RATES,
+        paper={"fine-tuned": "85.02 ± 4.11"},
+        hours="28.14",
+        note="AdamW, as the authors; 32 pixels instead of 192 to 288",
+    ),
+    "random-arch": Row(search("random-arch", "mobilenetv3"), shared_endings(10.0)),
+    "random-arch-prior": Row(search("random-arch", "mobilenetv3", prior=True), prior_endings(10.0)),
+    "largest-fit": Row(search("largest-fit", "mobilenetv3"), shared_endings(10.0)),
+    "largest-fit-prior": Row(search("largest-fit", "mobilenetv3", prior=True), prior_endings(10.0)),
+}
+
+# silos --------------------------------------------------------------------------------------------------------------
+
+SILO_RATES = (0.01, 0.03, 0.06, 0.1)
+SHORT = "the paper has 1000 rounds"
+SILOS = {
+    "fedavg": Row(
+        {"method.name": "fedavg"},
+        shared_endings(5.0) | HALF_WAY,
+        SILO_RATES,
+        {"fine-tuned": "90.39"},
+        note=f"local adaptation; {SHORT}",
+    ),
+    "fedavg-prior": Row({"method.name": "fedavg", **PRIOR}, prior_endings(5.0) | HALF_WAY_PRIOR, SILO_RATES),
+    "ditto": Row(
+        {"method.name": "ditto", "method.lamda": 0.1}, own_endings(5.0), SILO_RATES, {"as it is": "88.91"}, note=SHORT
+    ),
+    "fednas-personal": Row(
+        {"method.name": "fednas-personal", "space.variant": "full", "space.channels": 8},
+        {"as it is": Ending()},
+        (0.01, 0.025, 0.05, 0.1),
+        note="8 channels instead of 16",
+    ),
+    "spider": Row(
+        {"method.name": "spider", "method.lamda": 0.01},
+        own_endings(5.0),
+        (0.01, 0.02, 0.03, 0.06),
+        {"as it is": "94.55"},
+        hours="15 (CIFAR-100)",
+        note=f"{SHORT}; phases scaled to the run",
+    ),
+    "spider-local": Row(
+        {"method.name": "spider", "method.lamda": 0.0},
+        own_endings(5.0),
+        (0.01, 0.02, 0.03, 0.06),
+        note=f"lambda = 0; {SHORT}; phases scaled to the run",
+    ),
+}
+
+# budgets ------------------------------------------------------------------------------------------------------------
+
+BUDGETS = {
+    "fedavg-x0.5": Row(
+        {"method.name": "fedavg-uniform", "local.bn": "average"},
+        shared_endings(5.0),
+        paper={"as it is": "89.49"},
+        note="one network of half the width for everybody",
+    ),
+    "fedavg-x0.5-prior": Row({"method.name": "fedavg-uniform", "local.bn": "average", **PRIOR}, prior_endings(5.0)),
+    "feduniform": Row(
+        {"method.name": "feduniform"}, shared_endings(5.0), paper={"as it is": "92.52", "global": "92.47"}
+    ),
+    "fedcs": Row(
+        {"method.name": "fedcs", "method.inherit": False},
+        shared_endings(5.0),
+        paper={"as it is": "93.29", "global": "93.08"},
+        note="sub-networks trained from scratch, as in the paper's Table 1",
+    ),
+    "fedcs-inherit": Row(
+        {"method.name": "fedcs", "method.inherit": True},
+        shared_endings(5.0),
+        note="sub-networks start from the warmed-up supernet",
+    ),
+}
+
+FEDERATIONS = {
+    "devices": Federation(
+        "devices",
+        "aced681b45ba1672623cd95d8f158a8d0840dc8e8dc413ea53f4aefe3242d03d",
+        DEVICES,
+        "100 clients with 400 training images each, Dirichlet 0.3 per client, 5 a round, 5 epochs of batch 32",
+    ),
+    "silos": Federation(
+        "silos",
+        "cf5f105875e427749e5289046e78566286c2c847bdf7d8bd5bb20dfaab4ca2c6",
+        SILOS,
+        "8 silos, Dirichlet 0.2 per class on the 50,000 training images, split 60/20/20, all in every round",
+    ),
+    "budgets": Federation(
+        "budgets",
+        "1973a1a8b523ae3040804040a2228fdb118f4cca145e539161d1c4f9418372f9",
+        BUDGETS,
+        "20 clients, Dirichlet 0.5 per class, 10 a round, HIGH fleet: half afford MobileNetV2, 30 % x.75, 20 % x.5",
+    ),
+}

@@ -1,0 +1,246 @@
+"""docs/results.md and its pictures from bench/results/cifar."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cifar_rows import FEDERATIONS, Federation, Row
+from curves import lines, spreads
+
+from fedtailor.config import load
+from fedtailor.runs.results import spread
+
+RESULTS = Path(__file__).parent / "results" / "cifar"
+HEADS = (
+    "row",
+    "personal",
+    "worst decile",
+    "paper",
+    "global",
+    "seeds",
+    "rounds",
+    "GB",
+    "simulated h",
+    "paper h",
+    "GPU min",
+    "note",
+)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A line of a table: a row with one of its endings, over its seeds."""
+
+    row: str
+    ending: str  # without the value that val chose
+    chosen: str
+    results: Sequence[Mapping[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return self.row if self.ending == "as it is" else f"{self.row} + {self.ending}"
+
+    def accuracies(self, split: str = "test") -> list[list[float]]:
+        return [r["endings"][self.chosen][split] for r in self.results]
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean([np.mean(a) for a in self.accuracies()]))
+
+
+def read() -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Results by federation and row, seeds in order."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for path in sorted(RESULTS.glob("*.json")):
+        one = json.loads(path.read_text(encoding="utf-8"))
+        found[one["federation"], one["row"]].append(one)
+    return {key: sorted(ones, key=lambda r: r["seed"]) for key, ones in found.items()}
+
+
+def shown(row: str, results: Sequence[Mapping[str, Any]]) -> list[Shown]:
+    """The row's endings; of several values of one ending that with the best val accuracy over the seeds."""
+    groups: dict[str, list[str]] = {}
+    for name in results[0]["endings"]:
+        if all(name in r["endings"] for r in results):
+            groups.setdefault(name.split("@")[0], []).append(name)
+    out = []
+    for ending, names in groups.items():
+        best = max(names, key=lambda n: float(np.mean([np.mean(r["endings"][n]["val"]) for r in results])))
+        out.append(Shown(row, ending, best, results))
+    return out
+
+
+def pages() -> dict[str, str]:
+    """The page and its pictures by path."""
+    results, out = read(), {}
+    parts = [HEAD]
+    for name, federation in FEDERATIONS.items():
+        section, pictures = chapter(name, federation, results)
+        parts.append(section)
+        out |= pictures
+    parts.append(costs(results))
+    return {"results.md": "\n".join(parts)} | out
+
+
+HEAD = """# Results on CIFAR-10
+
+<!-- written by `make results` from bench/results/cifar; change it there -->
+
+Real CIFAR-10, one GPU, from committed configurations. How to read the tables:
+
+- **personal** is the headline: test accuracy of the network each client keeps, at the last round, mean over all clients
+  ± standard deviation over clients. **worst decile** is the mean of the lowest tenth. Nothing is a best-ever value.
+- Learning rates are tuned per row on val, four values at a tenth of the rounds, the same for every row; the runs are in
+  `bench/results/cifar/tuning.jsonl`. Rows without a tuned rate yet use the preset's and say so. Where fine-tuning was
+  tried at several rates, val decides which one is shown.
+- A row is trained once. *prior*, *fine-tuned* and *half-way* are made of its trained state at the end: the client's
+  label frequencies in the last layer, some epochs on the client's own images, and the middle between the two networks.
+  Rows called *-prior* were trained with the prior in every client's loss.
+- **paper** is the published figure. No paper has this partition, these splits and this way of reporting; see the notes.
+- **GB**: all traffic of the run. **simulated h**: what the fleet's cost model says the rounds would take; **paper h**
+  is the published time. **GPU min**: measured, all seeds together, with evaluations and endings.
+"""
+
+
+def chapter(
+    name: str, federation: Federation, results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+) -> tuple[str, dict[str, str]]:
+    """A federation's part of the page, and its pictures."""
+    out = [
+        "",
+        f"## {name}",
+        "",
+        f"{federation.title}. Preset `{federation.preset}`, partition `{federation.partition}`.",
+    ]
+    out += ["", f"```\npython bench/cifar.py {name} --rows ROW --seed 0 --out DIR\n```", ""]
+    out += ["| " + " | ".join(HEADS) + " |", "|" + "---|" * len(HEADS)]
+    curves, clients, pictures = {}, {}, {}
+    for row, spec in federation.rows.items():
+        own = results.get((name, row), [])
+        if not own:
+            paper = ", ".join(f"{v} ({k})" if k != "as it is" else v for k, v in spec.paper.items())
+            out.append(f"| {row} | not run yet | | {paper} | | | | | | {spec.hours} | | {spec.note} |")
+            continue
+        found = shown(row, own)
+        out += ["| " + " | ".join(cells(x, spec, federation, first=x is found[0])) + " |" for x in found]
+        best = max(found, key=lambda x: float(np.mean(x.accuracies("val"))))
+        clients[best.name] = best.accuracies()[0]
+        if len(own[0]["curves"]["personal"]) > 1:
+            curves[row] = own[0]["curves"]["personal"]
+    if curves:
+        pictures[f"assets/results-{name}-curves.svg"] = lines(
+            curves, "round", "personal accuracy on val, before endings"
+        )
+        out += ["", f"![Accuracy over rounds](assets/results-{name}-curves.svg)"]
+    if clients:
+        pictures[f"assets/results-{name}-clients.svg"] = spreads(clients)
+        out += ["", f"![Accuracy of every client](assets/results-{name}-clients.svg)", ""]
+        out.append(
+            "Every client's test accuracy with seed 0, after the ending that is best on val; the bar is the mean."
+        )
+    said = findings().get(name, "")
+    out += ["", said.strip()] if said else []
+    return "\n".join([*out, ""]), pictures
+
+
+def cells(x: Shown, spec: Row, federation: Federation, first: bool) -> list[str]:
+    """A line; what belongs to the row as a whole is said in its first line."""
+    each = [s for s in (spread(a) for a in x.accuracies()) if s]
+    mean, std, worst = (100 * float(np.mean([s[k] for s in each])) for k in range(3))
+    one, chosen = x.results[0], x.chosen.partition("@")[2]
+    ended = [r["endings"][x.chosen] for r in x.results]
+    shared = [np.mean(found["global test"]) for found in ended if "global test" in found]
+    seeds = ", ".join(f"{r['seed']}: {100 * s.mean:.2f}" for r, s in zip(x.results, each, strict=True))
+    paper = spec.paper.get(x.ending, "")
+    name = f"{x.name} (lr {chosen})" if chosen else x.name
+    start = [
+        name if first else f"… {name.partition(' + ')[2] or name}",
+        f"**{mean:.2f}** ± {std:.2f}",
+        f"{worst:.2f}",
+        paper,
+        shown_global(shared, spec),
+        seeds,
+    ]
+    if not first:
+        return [*start, "", "", "", "", "", ""]
+    traffic = np.mean([r["bytes_up"] + r["bytes_down"] for r in x.results]) / 1e9
+    hours, minutes = np.mean([r["simulated_hours"] for r in x.results]), sum(r["gpu_seconds"] for r in x.results) / 60
+    return [
+        *start,
+        str(one["rounds"]),
+        f"{traffic:.1f}",
+        f"{hours:.2f}",
+        spec.hours,
+        f"{minutes:.1f}",
+        "; ".join(n for n in notes(one, spec, federation) if n),
+    ]
+
+
+def shown_global(means: Sequence[float], spec: Row) -> str:
+    if not means:
+        return ""
+    paper = f" (paper {spec.paper['global']})" if "global" in spec.paper else ""
+    return f"{100 * float(np.mean(means)):.2f}{paper}"
+
+
+def notes(one: Mapping[str, Any], spec: Row, federation: Federation) -> list[str]:
+    usual = int(spec.changes.get("rounds", load(federation.preset).rounds))
+    local = one["config"]["local"]
+    return [
+        f"lr {local['lr']:g}" + ("" if one["row"] in tuned().get(one["federation"], {}) else ", not tuned"),
+        f"{one['rounds']} rounds instead of {usual}" if one["rounds"] != usual else "",
+        one["precision"] if one["precision"] != "fp32" else "",
+        spec.note,
+    ]
+
+
+def costs(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str:
+    """The whole table's cost, and an estimate of what the plain path would have taken."""
+    ones = [r for found in results.values() for r in found]
+    path = RESULTS / "tuning.jsonl"
+    tried = [json.loads(t) for t in path.read_text().splitlines()] if path.exists() else []
+    out = ["", "## What it cost", ""]
+    if not ones:
+        return "\n".join([*out, "Nothing has been run yet.", ""])
+    rows, tuning = sum(r["gpu_seconds"] for r in ones) / 60, sum(t["gpu_seconds"] for t in tried) / 60
+    peak = max(float(r["peak_gib"]) for r in ones)
+    machines = sorted({f"{r['device']}, torch {r['torch']}, Python {r['python']}" for r in ones})
+    out.append(f"{rows:.0f} GPU minutes for {len(ones)} runs and {tuning:.0f} for {len(tried)} tuning runs, at most")
+    out += [f"{peak:.1f} GiB of GPU memory; {'; '.join(machines)}.", ""]
+    ratios, plain, known = eager(), 0.0, 0.0
+    for (name, row), found in results.items():
+        ratio = ratios.get(name, {}).get(row)
+        if ratio:
+            known += sum(r["gpu_seconds"] for r in found) / 60
+            plain += ratio * sum(r["gpu_seconds"] for r in found) / 60
+    if known:
+        out.append(f"Client after client and step after step, {known:.0f} of these minutes would have been about")
+        out.append(
+            f"{plain / 60:.1f} hours, by the ratios of `bench/gpu.py` for the most similar workload (bench/README.md)."
+        )
+    return "\n".join([*out, ""])
+
+
+def findings() -> dict[str, str]:
+    return _toml("findings.toml")
+
+
+def tuned() -> dict[str, dict[str, float]]:
+    return _toml("tuned.toml")
+
+
+def eager() -> dict[str, dict[str, float]]:
+    """How much longer the plain path takes, by federation and row."""
+    return _toml("eager.toml")
+
+
+def _toml(name: str) -> dict[str, Any]:
+    path = RESULTS / name
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

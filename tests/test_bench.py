@@ -1,0 +1,167 @@
+"""The scripts behind the pages of results: pieces add up to whole runs, and the committed pages are what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fedtailor.config import load
+from fedtailor.data import partition as partitions
+from fedtailor.data.sources import load as load_data
+from fedtailor.registry import lookup, names
+
+BENCH = Path(__file__).parent.parent / "bench"
+
+
+def script(name: str) -> ModuleType:
+    """A module of bench/, which is no package."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+SMALL = {"clients": 3, "participants": 2, "rounds": 4, "local": {"batch": 8}, "partition": {"samples": 40}}
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """bench/cifar.py with one federation of digits."""
+    rows, cifar = script("cifar_rows"), script("cifar")
+    preset = tmp_path / "small.toml"
+    preset.write_text(load(SMALL).to_toml())
+    config = load(preset)
+    made = partitions.make(load_data("digits"), config.make_partition(), config.clients, config.seed)
+    endings = {"as it is": rows.Ending(), "fine-tuned@0.01": rows.tuned(1.0, 0.01)}
+    row = rows.Row({"method.name": "ditto"}, endings, (0.02, 0.1))
+    monkeypatch.setattr(cifar, "FEDERATIONS", {"small": rows.Federation(str(preset), made.hash, {"ditto": row})})
+    monkeypatch.setattr(cifar, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(rows, "FEDERATIONS", cifar.FEDERATIONS)
+    return cifar
+
+
+def call(cifar: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> list[dict[str, Any]]:
+    monkeypatch.setattr(sys, "argv", ["cifar.py", *map(str, words)])
+    cifar.main()
+    if "--out" not in words:
+        return []
+    out = Path(words[words.index("--out") + 1])
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def test_pieces_on_two_machines_are_one_run(small: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ("small", "--rows", "ditto", "--lr", "0.05", "--device", "cpu", "--workers", "1")
+    (whole,) = call(small, monkeypatch, *plain, "--work", tmp_path / "w", "--out", tmp_path / "o")
+    lefts = iter([100.0, 0.0] + [100.0] * 100)  # the time is over after the second round
+    monkeypatch.setattr(small.Clock, "left", lambda self: next(lefts))
+    assert call(small, monkeypatch, *plain, "--work", tmp_path / "w1", "--out", tmp_path / "o1") == []
+    assert list((tmp_path / "o1").glob("*.part00"))
+    (tmp_path / "w1").rename(tmp_path / "elsewhere")
+    more = ("--work", tmp_path / "w2", "--out", tmp_path / "o2", "--parts", tmp_path / "o1")
+    (pieces,) = call(small, monkeypatch, *plain, *more)
+    for key in ("endings", "curves", "loss", "bytes_up", "partition_hash"):
+        assert whole[key] == pieces[key]
+    assert set(whole["endings"]) == {"as it is", "fine-tuned@0.01"}
+    assert len(whole["endings"]["as it is"]["test"]) == 3
+
+
+def test_tuning_reads_val_alone_and_decides_the_rate(
+    small: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ("small", "--rows", "ditto", "--device", "cpu", "--workers", "1", "--work", tmp_path / "w")
+    tried = call(small, monkeypatch, *plain, "--tune", "--out", tmp_path / "o")
+    assert [t["lr"] for t in tried] == [0.02, 0.1]
+    assert not any("test" in json.loads(f.read_text()) for f in tmp_path.glob("w/tune-*/endings/*.json"))
+    best = max(tried, key=lambda t: (t["val"], -t["lr"]))["lr"]
+    call(small, monkeypatch, "--collect", tmp_path / "o")
+    assert f"ditto = {best}" in (tmp_path / "results" / "tuned.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["devices", "silos", "budgets"])
+def test_federations_are_the_pinned_ones(name: str) -> None:
+    if not os.environ.get("FEDTAILOR_DATA"):
+        pytest.skip("needs CIFAR-10 in the folder FEDTAILOR_DATA")
+    config, federation = load(name), script("cifar_rows").FEDERATIONS[name]
+    made = partitions.make(load_data("cifar10"), config.make_partition(), config.clients, config.seed)
+    assert made.hash == federation.partition
+
+
+def test_every_row_is_a_config() -> None:
+    for federation in script("cifar_rows").FEDERATIONS.values():
+        for row in federation.rows.values():
+            for ending in row.endings.values():
+                load(federation.preset, {**row.changes, **ending.changes})
+
+
+def test_the_zoo_has_every_method_with_the_same_budget() -> None:
+    zoo = script("zoo")
+    rows = zoo.rows()
+    shipped = {name for name in names("method") if lookup("method", name).__module__.startswith("fedtailor.")}
+    assert shipped == {row.changes["method.name"] for row in rows.values()}
+    assert {len(row.trials()) for row in rows.values()} == {8}
+    for row in rows.values():
+        load("zoo", {**row.changes, **row.trials()[-1]})
+
+
+def test_committed_pages_are_what_the_results_say() -> None:
+    results = script("results")
+    for name, text in results.pages().items():
+        assert (results.DOCS / name).read_bytes() == text.encode(), f"docs/{name}: run make results"
+
+
+def made_up(seed: int, good: float) -> dict[str, Any]:
+    """A result as bench/cifar.py writes it."""
+    accuracies = {"val": [good, 0.5], "test": [good, 0.4], "parameters": [1, 1]}
+    return {
+        "federation": "devices",
+        "row": "fedavg",
+        "seed": seed,
+        "rounds": 400,
+        "endings": {
+            "as it is": accuracies | {"global test": [0.25, 0.75]},
+            "fine-tuned@0.001": {"val": [0.9, 0.9], "test": [0.6, 0.8]},
+            "fine-tuned@0.01": {"val": [0.8, 0.8], "test": [1.0, 1.0]},
+        },
+        "curves": {"personal": [[40, 0.3], [400, good]], "global": []},
+        "bytes_up": 1e9,
+        "bytes_down": 2e9,
+        "simulated_hours": 1.5,
+        "gpu_seconds": 120.0,
+        "peak_gib": 2.0,
+        "precision": "tf32",
+        "device": "a card",
+        "torch": "2",
+        "python": "3",
+        "config": {"local": {"lr": 0.05}},
+    }
+
+
+def test_the_page_reports_seeds_and_lets_val_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script("results")
+    pages = script("pages_cifar")
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    for seed, good in ((0, 0.8), (1, 0.6)):
+        (tmp_path / f"devices-fedavg-{seed}.json").write_text(json.dumps(made_up(seed, good)))
+    written = pages.pages()
+    text = written["results.md"]
+    row = next(line for line in text.splitlines() if line.startswith("| fedavg |"))
+    assert "**55.00** ± 15.00 | 40.00 |" in row  # means 60 and 50, std over clients 20 and 10, of two clients the worse
+    assert "0: 60.00, 1: 50.00 | 400 | 3.0 | 1.50" in row
+    assert "not tuned; 400 rounds instead of 800; tf32" in row
+    tuned = next(line for line in text.splitlines() if "fine-tuned (lr 0.001)" in line)  # test would choose the other
+    assert "**70.00**" in tuned
+    assert "74.44" in tuned
+    assert "| perfedrlnas-darts | not run yet |" in text
+    assert "4 GPU minutes for 2 runs" in text
+    assert written["assets/results-devices-curves.svg"].startswith("<svg")
+    assert pages.pages() == written
