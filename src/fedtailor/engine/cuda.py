@@ -253,9 +253,10 @@ class CudaEngine(LocalEngine):
             self._queue(replays, -(-AHEAD // len(replays)))  # the card works on these while the next one is captured
         if not replays:
             return {}
-        for key in self._next(new, replays):
-            self._keep(FitSlot(key, self._make(key.space, key.arch), self._aside, self.precision))
-            self._queue(replays, -(-AHEAD // len(replays)))
+        with contextlib.suppress(Cannot, torch.OutOfMemoryError):  # then the next round captures its own steps
+            for key in self._next(new, replays):
+                self._keep(FitSlot(key, self._make(key.space, key.arch), self._aside, self.precision))
+                self._queue(replays, -(-AHEAD // len(replays)))
         while any(replay.left for replay in replays):
             self._queue(replays, 1)
         for replay in replays:
@@ -264,6 +265,9 @@ class CudaEngine(LocalEngine):
             if isinstance(replay, FitSlot) and replay.net not in self._lent:
                 self._keep(replay)
         losses = self._read([replay.total for replay in replays])
+        for replay in replays:
+            if isinstance(replay, LoopReplay):
+                replay.release()
         return {
             number: self._checked(loss / replay.steps)
             for (number, _, _), replay, loss in zip(batch, replays, losses, strict=False)
@@ -327,7 +331,7 @@ class CudaEngine(LocalEngine):
                 job = Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed)
             assert isinstance(job, Loop)
             replay = LoopReplay(job, lane, self.precision)
-            if replay.obstacle:
+            if replay.obstacle and replay.left:
                 self._tell(f"{label}: runs step by step, its step cannot be captured ({replay.obstacle})")
             return replay
 
@@ -351,8 +355,8 @@ class CudaEngine(LocalEngine):
         """A network's outputs; from the second time on a size is met, by its captured forward pass."""
         seen = self._forwards.setdefault(net, {})
         size = len(images)
-        if size in seen and seen[size] is None:
-            with contextlib.suppress(Cannot):
+        if size in seen and seen[size] is None and self._free_memory() > SHARE * self._memory:
+            with contextlib.suppress(Cannot, torch.OutOfMemoryError):
                 seen[size] = Forward(net, images)
         forward = seen.setdefault(size, None)
         return net(images) if forward is None else forward(images)
@@ -361,6 +365,7 @@ class CudaEngine(LocalEngine):
         """Drops every captured step and network that no client holds."""
         self._slots.clear()
         self._free.clear()
+        self._forwards.clear()
         self._stacks = OrderedDict.fromkeys(self._stacks)  # what is short of memory should not stack again
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()

@@ -127,10 +127,10 @@ class Replay:
                 with lowered(self.precision):
                     self.total += step()
                 self.counter += 1
+                self.graph.capture_end()
             except Exception as error:
                 abandon(self.graph, self.total.device)
-                raise Cannot(str(error).splitlines()[0]) from error
-            self.graph.capture_end()
+                raise refusal(error) from error
 
     def start(self, draws: Sequence[Draw], steps: int) -> None:
         """Sets the walk to its beginning; the stream first waits for what was computed before."""
@@ -254,12 +254,15 @@ class LoopReplay(Replay):
                 self.total += step()
             self.counter += 1
         self.done = 1
-        self.step, self.obstacle = step, ""
+        self.step, self.obstacle = step, "" if self.left else "one step"
         if self.left:
             try:
                 self.capture(step)
             except Cannot as reason:
                 self.obstacle = str(reason)
+            except torch.OutOfMemoryError:  # the first step is done and cannot be done again
+                self.obstacle = "the GPU's memory is full"
+                del self.graph
 
     def launch(self) -> None:
         if self.obstacle:
@@ -272,6 +275,12 @@ class LoopReplay(Replay):
     def finish(self) -> None:
         for net in self.nets:
             net.requires_grad_(True)
+
+    def release(self) -> None:
+        """Lets go of the graph and of what its step holds, which refers back to this object."""
+        del self.step
+        if not self.obstacle:
+            del self.graph
 
 
 class Forward:
@@ -286,10 +295,10 @@ class Forward:
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.logits = net(self.images)
+                self.graph.capture_end()
             except Exception as error:
                 abandon(self.graph, images.device)
-                raise Cannot(str(error).splitlines()[0]) from error
-            self.graph.capture_end()
+                raise refusal(error) from error
 
     def __call__(self, images: Tensor) -> Tensor:
         self.images.copy_(images)
@@ -303,6 +312,13 @@ def abandon(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
         graph.capture_end()
     generator = torch.cuda.default_generators[device.index or 0]
     generator.graphsafe_set_state(generator.clone_state())  # it would believe for ever that it is being captured
+
+
+def refusal(error: Exception) -> Exception:
+    """What an error during a capture means: the card is full, or the step cannot be captured."""
+    if "out of memory" in str(error):
+        return torch.OutOfMemoryError(str(error))
+    return Cannot(str(error).splitlines()[0])
 
 
 def start_state(optimiser: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
