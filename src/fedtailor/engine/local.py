@@ -140,9 +140,7 @@ class LocalEngine:
         except UserError as error:
             raise UserError(f"{label}: {error}") from error
         except Exception as error:
-            if "CUDA error: out of memory" in str(
-                error
-            ):  # the driver's words; the allocator's have a class of their own
+            if "CUDA error: out of memory" in str(error):  # the driver's words; torch's own have a class of theirs
                 raise torch.OutOfMemoryError(str(error)) from error
             raise RuntimeError(f"{label}: {type(error).__name__}: {error}") from error
 
