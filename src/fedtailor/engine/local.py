@@ -10,6 +10,7 @@ import contextlib
 import copy
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -29,6 +30,7 @@ from .jobs import Fit, Job, Loop, Predict, Recalibrate, Score
 from .steps import fit_step
 
 T = TypeVar("T")
+SPARE = 64  # the most networks kept for the next client
 
 
 class Stopped(Exception):
@@ -51,6 +53,8 @@ class LocalEngine:
         self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
         self._stop = threading.Event()
         self._lock = threading.Lock()
+        self._thread = threading.local()  # `given`: the networks lent to the work that the thread is driving
+        self._spare: OrderedDict[tuple[Space, Arch], list[nn.Module]] = OrderedDict()
         self._template = lru_cache(maxsize=64)(self._make)
         self._initial = lru_cache(maxsize=8)(self._make_initial)
 
@@ -59,8 +63,24 @@ class LocalEngine:
 
     def network(self, space: Space, arch: Arch) -> nn.Module:
         """A network of the arch on this engine's device; its weights are to be overwritten."""
+        key = (space, arch)
         with self._lock:
-            return copy.deepcopy(self._template(space, arch))
+            spare = self._spare.get(key)
+            net = spare.pop() if spare else copy.deepcopy(self._template(space, arch))
+        if (given := getattr(self._thread, "given", None)) is not None:
+            given.append((key, net))
+        return net
+
+    def _take_back(self, given: Sequence[tuple[tuple[Space, Arch], nn.Module]]) -> None:
+        """Networks that a client's work is through with, for others to use: copying one costs as much as some steps."""
+        for _, net in given:
+            net.zero_grad(set_to_none=True)
+        with self._lock:
+            for key, net in given:
+                self._spare.setdefault(key, []).append(net)
+                self._spare.move_to_end(key)
+            while sum(map(len, self._spare.values())) > SPARE:
+                self._spare.popitem(last=False)
 
     def _make(self, space: Space, arch: Arch) -> nn.Module:
         with torch_seed("template"):  # its random weights are never used, but drawing them moves the generator
@@ -107,11 +127,14 @@ class LocalEngine:
 
     def _drive(self, label: str, coroutine: Coroutine[Any, Any, T]) -> T:
         result: Any = None
+        self._thread.given = given = []
         while True:
             with self._named(label):
                 try:
                     job = coroutine.send(result)
                 except StopIteration as end:
+                    self._thread.given = None
+                    self._take_back(given)
                     return end.value
             result = self._do(label, job)
 
