@@ -4,8 +4,9 @@
     python bench/against_pfl.py --data-dir DIR [--rounds 1500] [--their-rounds 60]
 
 1,000 users with 50 images each, independent and alike; 50 users a round; one epoch of SGD in batches of 10 at 0.1; two
-convolutions, pooling, two dense layers with dropout before each, Xavier's first weights; the central test images every ten rounds. Both sides train the same
-network from data that lies on the card. Medians of ten-round stretches; a whole run of ours is timed as well.
+convolutions, pooling, two dense layers with dropout before each, Xavier's first weights; the central test images every
+ten rounds. Both sides train the same network from data that lies on the card. Medians of ten-round stretches; a whole
+run of ours is timed as well.
 """
 
 from __future__ import annotations
