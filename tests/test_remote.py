@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from fedtailor import values
@@ -24,6 +25,7 @@ from fedtailor.registry import names
 from fedtailor.report.html import write_report
 from fedtailor.runs.execute import Watcher, resume, start
 from fedtailor.runs.serve import serve
+from fedtailor.spaces.base import paste
 from grid import MemoryPost
 from tools import rows, small_config
 
@@ -165,7 +167,15 @@ def _impersonate(value: dict[str, Any]) -> None:
     value["client"] = "client-000"
 
 
-@pytest.mark.parametrize("attack", [_nan, _rename, _other_method, _replay, _impersonate])
+def _huge(value: dict[str, Any]) -> None:
+    value["worked"]["reply"]["weights"]["tensors"].append(torch.zeros(4_000_000))
+
+
+def _undeclared(value: dict[str, Any]) -> None:
+    value["worked"]["reply"]["facts"] = {"loss": 0.5, "patients": 12}
+
+
+@pytest.mark.parametrize("attack", [_nan, _rename, _other_method, _replay, _impersonate, _huge, _undeclared])
 def test_a_hostile_reply_is_named_and_nothing_of_it_is_merged(attack: Any, tmp_path: Path) -> None:
     config = config_of("fedavg", participants=4)
 
@@ -212,11 +222,46 @@ def test_a_round_ends_at_the_deadline_and_a_late_reply_is_not_used(tmp_path: Pat
     config = config_of("ditto", participants=4, rounds=3)
     folder = serve(config, tmp_path / "run", post, NAMES, waiting=Waiting(0.05, 2), watch=listener)
     assert "late: client-002" in listener.said
-    assert "client-002 answered round 1 too late: not used" in listener.said
+    assert "client-002 answered round 1 too late" in listener.said
+    assert "the reply of client-002 to round 1 is not used" in listener.said
     assert any(states["client-002"] == "late" for states in listener.states)
     losses = [r.split(",")[:2] for r in rows(folder) if ",train,loss," in r]
     assert ["1", "2"] not in losses
     assert ["2", "2"] in losses
+
+
+def test_a_late_reply_counts_less_where_the_method_allows_it(tmp_path: Path) -> None:
+    """client-002's reply to round 1 comes in the midst of round 2, in which it is not asked."""
+    held: list[tuple[str, Parcel]] = []
+
+    def slow(name: str, request: Parcel, response: Parcel) -> Parcel | None:
+        worked = unpack(response)["worked"]
+        if name == "client-002" and worked and not held:
+            held.append((f"m{len(post.sent) - 1}", response))
+            return None
+        if name == "client-003" and worked and unpack(request)["work"]["round"] == 2:
+            post._replies[held[0][0]] = held[0][1]
+        return response
+
+    post = MemoryPost(tmp_path / "sites", NAMES, slow)
+    config = config_of("perfedrlnas", participants=4, rounds=2, evaluate_every=2)
+    folder = serve(config, tmp_path / "run", post, NAMES, waiting=Waiting(0.05, 2))
+    assert [r for r in rows(folder) if ",stale," in r] == ["2,2,,stale,1"]
+    before, after = (values.read_value(folder / "checkpoints" / f"server-00000{i}.safetensors") for i in (1, 2))
+    asked = {unpack(r)["seat"]["samples"] for _, r, _ in post.sent if unpack(r)["seat"]}
+    told = [(n, unpack(q), unpack(a)["worked"]) for n, q, a in post.sent]
+    used = [(n, q["seat"]["samples"], w["reply"]) for n, q, w in told if w and (n == NAMES[2] or q["work"]["round"] == 2)]
+    space = config.make_space((1, 8, 8), 10)
+    parts = [
+        (dict(zip(r["weights"]["names"], r["weights"]["tensors"], strict=True)), tuple(r["arch"]), w)
+        for n, samples, r in sorted(used, key=lambda u: u[0])
+        for w in [round(samples * 10 / 11) if n == NAMES[2] else samples]  # b = 10, one round old
+    ]
+    assert len(parts) == 4
+    assert len(asked) == 1
+    expected = paste(space, before["weights"], [(w, a, float(n)) for w, a, n in parts])
+    for name, tensor in after["weights"].items():
+        assert torch.allclose(tensor, expected[name], atol=1e-6)
 
 
 def test_a_lost_client_is_asked_again_when_it_is_back(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .. import __version__
+from ..card import Message
 from ..errors import UserError
 from .site import PROBLEMS
-from .wire import SAMPLES_LIMIT, Parcel, Refused, Request, Response, read_response
+from .wire import SAMPLES_LIMIT, Parcel, Refused, Request, Response, Work, Worked, read_response
 
 POLL = 0.1  # seconds between looks for replies
 LOOK = 1.0  # seconds between looks for clients that came or went
@@ -30,8 +31,8 @@ class Post(Protocol):
         """Sends each node its parcel; returns the ids under which their replies will come."""
         ...
 
-    def receive(self, ids: Collection[str]) -> Sequence[tuple[str, Parcel | str]]:
-        """Replies that have come, by id; a text says why there will be none."""
+    def receive(self, ids: Collection[str]) -> Sequence[tuple[str, Parcel | Refused | str]]:
+        """Replies that have come, by id; a text says why there will be none, a refusal why it was not fetched."""
         ...
 
 
@@ -41,6 +42,15 @@ class Waiting:
 
     deadline: float = 0.0  # seconds for a round; 0: until everybody who was asked has answered or is gone
     quorum: int = 1  # replies without which a round does not end
+
+
+@dataclass(frozen=True)
+class Late:
+    """A reply that came after its round had ended."""
+
+    name: str
+    work: Work
+    worked: Worked
 
 
 @dataclass
@@ -71,11 +81,14 @@ class Crowd:
         config: str,
         say: Callable[[str], None] = print,
         show: Callable[[dict[str, str]], None] = lambda _: None,
+        declared: Message | None = None,
     ) -> None:
         self.post, self.run, self.config, self.say, self.show = post, run, config, say, show
+        self.declared = declared  # what the run's method says that clients send
         self.members: dict[str, Member] = {}
         self.expected: tuple[str, ...] = ()  # all names of the run, once they are known
         self.late: dict[str, int] = {}  # rounds of which a memory was written after the deadline
+        self.stale: list[Late] = []  # replies that came after the deadline
         self._pending: dict[str, Pending] = {}
         self._nodes: Mapping[int, str] = {}
         self._asked: dict[int, float] = {}  # nodes that were asked who they are, and when
@@ -195,7 +208,8 @@ class Crowd:
                 if isinstance(response, Response) and response.worked and pending.request.work:
                     if response.worked.remembers:
                         self.late[pending.name] = pending.request.work.round
-                    self.say(f"{pending.name} answered round {pending.request.work.round} too late: not used")
+                    self.stale.append(Late(pending.name, pending.request.work, response.worked))
+                    self.say(f"{pending.name} answered round {pending.request.work.round} too late")
             else:
                 found.append((pending.name, response))
         self._show()
@@ -217,14 +231,16 @@ class Crowd:
             self._pending[number] = Pending(node, name, requests[node])
         self._show()
 
-    def _read(self, pending: Pending, content: Parcel | str) -> Response | str:
+    def _read(self, pending: Pending, content: Parcel | Refused | str) -> Response | str:
         who = pending.name or self._nodes.get(pending.node, "") or f"node {pending.node}"
         if isinstance(content, str):
             self.say(f"{who} gave no answer: {content}")
             return "lost"
         try:
+            if isinstance(content, Refused):
+                raise content
             name = pending.name or _claimed(content)
-            response = read_response(content, pending.request, name)
+            response = read_response(content, pending.request, name, self.declared)
         except Refused as error:
             self.say(f"a message of {who} is refused: {error}")
             return "refused"

@@ -25,6 +25,7 @@ from ..data import partition as partitions
 from ..data.dataset import Dataset
 from ..data.federation import Store, stores
 from ..data.partition import TEST, TRAIN, VAL, Partition
+from ..data.pixels import Reading
 from ..data.rules import split_of
 from ..data.sources import load as load_data
 from ..errors import UserError
@@ -43,6 +44,7 @@ from .wire import (
     Response,
     Work,
     Worked,
+    check_declared,
     describe,
     read_request,
     unpack,
@@ -54,6 +56,7 @@ PROBLEMS = {
     "memory": "its memory is lost",
     "disk": "its disk cannot be written",
     "work": "its work failed",
+    "undeclared": "it kept back a reply that holds more than the method declares",
 }
 
 
@@ -97,7 +100,7 @@ class Site:
         self.trust, self.say = trust, say
         self.engine = LocalEngine(torch.device(device), 1)
         self._desks: dict[tuple[Any, ...], Desk] = {}  # of the latest run
-        self._sets: dict[str, Dataset] = {}
+        self._sets: dict[tuple[str, Reading], Dataset] = {}
 
     def answer(self, parcel: Parcel) -> Parcel:
         """The response to a request, whatever happens."""
@@ -154,6 +157,10 @@ class Site:
         client = self._client(desk, self._memory(folder, order.memory), order.round)
         method = desk.method.onboarding()[0] if order.joining else desk.method
         reply = self._run(f"round {order.round}", method.work(order.task, client))
+        try:
+            check_declared(reply, desk.method.card.up)
+        except Refused as error:
+            raise Problem("undeclared", error) from error
         if client.memory:
             for path in _memories(folder):
                 if int(path.stem.partition("-")[2]) > order.round:  # of rounds that the server has gone back behind
@@ -212,14 +219,15 @@ class Site:
         return self._config(text).make_space(shape, classes)
 
     def _dataset(self, config: Config) -> Dataset:
-        name = self.data or config.data.name
-        if name not in self._sets:
+        """The client's data, its pictures made into the size and colour that the run asks for."""
+        key = (self.data or config.data.name, config.data.reading)
+        if key not in self._sets:
             folder = self.data_dir or ("" if self.data else config.data.dir)
             try:
-                self._sets = {name: load_data(name, Path(folder) if folder else None)}
+                self._sets = {key: load_data(key[0], Path(folder) if folder else None, key[1], self.say)}
             except (UserError, OSError) as error:
                 raise Problem("data", error) from error
-        return self._sets[name]
+        return self._sets[key]
 
     def _share(self, config: Config, dataset: Dataset) -> tuple[int, Partition]:
         """The client's place and part in the run's own partition."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..card import Message
 from ..errors import UserError
 from ..fleet.budget import Budget
 from ..fleet.profile import Profile
@@ -197,6 +198,7 @@ def _seat_value(seat: Seat) -> Value:
         **{name: getattr(seat, name) for name in ("id", "name", "samples", "hard", "batch", "images")},
         "profile": asdict(seat.profile),
         "budget": seat.budget.limits,
+        "arch": seat.arch,
         "input": list(seat.space.input),
     }
 
@@ -213,6 +215,7 @@ def _seat_of(value: Value, space: Space) -> Seat:
         space,
         int(value["batch"]),
         int(value["images"]),
+        tuple(value["arch"]),
     )
 
 
@@ -280,8 +283,11 @@ class Response:
         )
 
 
-def read_response(parcel: Parcel, request: Request, client: str) -> Response:
-    """A response as the server reads it: to this very request, by this client, of sound shape, every number finite."""
+def read_response(parcel: Parcel, request: Request, client: str, declared: Message | None = None) -> Response:
+    """A response as the server reads it: to this very request, by this client, of sound shape, every number finite.
+
+    `declared` is what the run's method says that clients send.
+    """
     task = request.work.task if request.work else None
     limit = (2 * bytes_of([task.weights, task.extra]) if task else 0) + SMALL
     if len(parcel.data) > limit:
@@ -303,7 +309,7 @@ def read_response(parcel: Parcel, request: Request, client: str) -> Response:
             client,
             _facts(value["about"], TEXT_LIMIT) if request.seat is None else {},
             evaluated and _evaluated(evaluated),
-            worked and _worked(worked, task, request.seat),  # type: ignore[arg-type]
+            worked and _worked(worked, task, request.seat, declared),  # type: ignore[arg-type]
             str(value["problem"])[:500],
         )
     except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
@@ -318,10 +324,12 @@ def _evaluated(value: Value) -> Evaluated:
     return Evaluated(dict(value["personal"]), dict(value["shared"]), _facts(value["facts"], TEXT_LIMIT))
 
 
-def _worked(value: Value, task: Task, seat: Seat) -> Worked:
+def _worked(value: Value, task: Task, seat: Seat, declared: Message | None) -> Worked:
     said = value["reply"]
     reply = Reply(_named(said["weights"]), said["arch"], _named(said["extra"]), _facts(said["facts"], TEXT_LIMIT))
     check_reply(reply, task, seat.space)
+    if declared is not None:
+        check_declared(reply, declared)
     flops = value["flops"]
     if type(flops) is not int or not 0 <= flops < 1 << 62:
         raise Refused(f"{str(flops)[:40]} is no number of operations")
@@ -350,6 +358,13 @@ def check_reply(reply: Reply, task: Task, space: Space) -> None:
     accuracy = reply.facts.get("accuracy", 0.0)
     if not isinstance(accuracy, int | float) or not 0 <= accuracy <= 1:
         raise Refused(f"accuracy = {str(accuracy)[:40]} is no accuracy")
+
+
+def check_declared(reply: Reply, declared: Message) -> None:
+    """Raises where a reply holds what its method does not say that clients send."""
+    more = declared.undeclared(reply.weights, reply.extra, reply.facts)
+    if more:
+        raise Refused(f"it holds what the method's card does not declare: {', '.join(more[:3])[:200]}")
 
 
 def _check_tensors(found: dict[str, Tensor], given: dict[str, Tensor], what: str) -> None:

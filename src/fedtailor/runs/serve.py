@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..card import Card
 from ..config import Config
 from ..config import load as load_config
 from ..engine.crowd import Crowd, Post, Waiting, common_classes, roster
@@ -48,8 +49,10 @@ def serve(
     method = config.make_method()
     if config.public.name:
         raise UserError("[public]: real clients cannot be given a public set yet. Run this config on one machine.")
+    if method.card == Card():
+        raise UserError(f"method.name = '{config.method['name']}': it has no card that says what leaves a client.")
     run = old["served"] if old else _run_name(config.method["name"])
-    crowd = Crowd(post, run, config.to_toml(), watch.say, watch.clients)
+    crowd = Crowd(post, run, config.to_toml(), watch.say, watch.clients, method.card.up)
     if old:
         crowd.expected = tuple(old["client_names"])
         crowd.gather(min(start_with or len(crowd.expected), len(crowd.expected)))
