@@ -94,7 +94,7 @@ def main() -> int:
     table = [row.split(",") for row in (out / "events.csv").read_text().splitlines()]
     used = {name: sum(r[1] == str(i) and r[3] == "loss" for r in table) for i, name in enumerate(NAMES)}
     scored = [r[1] for r in table if r[2] == "test" and r[3] == "personal_accuracy"]
-    kept = [name for name in NAMES if list((federation.sites / name).glob("*/network.safetensors"))]
+    kept = [name for name in NAMES if list((federation.sites / name).glob("*/nets/*.safetensors"))]
     rounds = {int(r[0]) for r in table if r[3] == "round_seconds"}
     print(f"rounds in the log: {len(rounds)}; replies used of {options.rounds}: {used}")
     print(f"clients scored at the end: {len(scored)}; networks kept: {len(kept)}; logs: {folder}")

@@ -276,7 +276,7 @@ def test_a_node_is_killed_and_returns(tmp_path: Path) -> None:
     assert 3 not in losses(out, 0) or 4 not in losses(out, 0)  # the rounds in which it was dead
     for client in range(3):  # and all are there at the end
         assert losses(out, client)[-1] == 24
-    assert (federation.sites / "client-000" / next_run(federation) / "network.safetensors").exists()
+    assert (federation.sites / "client-000" / next_run(federation) / "nets" / "000000.safetensors").exists()
 
 
 def pause(federation: Loopback, who: str, seconds: float) -> None:

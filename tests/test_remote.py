@@ -82,7 +82,7 @@ def state_of(folder: Path) -> bytes:
 
 
 def network_of(sites: Path, name: str) -> bytes:
-    return next(sites.glob(f"{name}/*/network.safetensors")).read_bytes()
+    return next(sites.glob(f"{name}/*/nets/000000.safetensors")).read_bytes()
 
 
 def require_same(served: Path, local: Path, sites: Path, clients: tuple[str, ...] = NAMES) -> None:

@@ -49,7 +49,8 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
     """Accuracies of the state on val and, where the test store is given, on test; and the networks clients keep."""
     method, job = federation.method, federation.job
     trained, held_out = job.seats[: job.clients], job.seats[job.clients :]
-    events, kept = keep_networks(federation, method, state.server, trained, state.memories, test, "personal")
+    offers = _offers(federation, state.server, trained)
+    events, kept = keep_networks(federation, state.round, offers, state.memories, test, "personal")
     shared = method.shared(state.server)
     if shared is not None:
         shared = federation.sent(shared)
@@ -65,7 +66,8 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
             events += [Event(state.round, client.id, s, "global_accuracy", v) for s, v in found.items()]
     if held_out and test is not None:
         server, memories = onboard(federation, state, held_out)
-        more, more_kept = keep_networks(federation, method, server, held_out, memories, test, "new")
+        offers = _offers(federation, server, held_out)
+        more, more_kept = keep_networks(federation, state.round, offers, memories, test, "new")
         events, kept = events + more, kept + more_kept
     return events, kept
 
@@ -84,25 +86,29 @@ def onboard(federation: Rounds, state: State, seats: Sequence[Seat]) -> tuple[Se
     return server, memories
 
 
+def _offers(federation: Federation, server: Server, seats: Sequence[Seat]) -> list[tuple[Seat, Task]]:
+    return [(seat, federation.sent(federation.method.offer(server, seat))) for seat in seats]
+
+
 def keep_networks(
     federation: Federation,
-    method: Method,
-    server: Server,
-    seats: Sequence[Seat],
-    memories: dict[int, Memory],
+    round: int,
+    offers: Sequence[tuple[Seat, Task]],
+    memories: Mapping[int, Memory],
     test: Store | None,
     kind: str,
     epochs: float = 0.0,
 ) -> tuple[list[Event], list[Kept]]:
-    """The networks that clients keep, and their accuracies. With `epochs` each trains on for these, in the end."""
-    round, last = server.round, test is not None
-    clients = [federation.client(seat, memories.get(seat.id, {}), round, keeping=True) for seat in seats]
+    """The networks that clients keep of what they are offered after a round, and their accuracies. With `epochs` each
+    trains on for these, in the end."""
+    method, last = federation.method, test is not None
+    clients = [federation.client(seat, memories.get(seat.id, {}), round, keeping=True) for seat, _ in offers]
     work = [
         (
             f"personal network of client {c.name} after round {round}",
-            finish(method, federation.sent(method.offer(server, s)), c, _splits(federation, c.id, test), last, epochs),
+            finish(method, offer, c, _splits(federation, c.id, test), last, epochs),
         )
-        for s, c in zip(seats, clients, strict=True)
+        for (_, offer), c in zip(offers, clients, strict=True)
     ]
     events: list[Event] = []
     kept: list[Kept] = []

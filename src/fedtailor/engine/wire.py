@@ -152,15 +152,15 @@ class Request:
                 "evaluate": self.evaluate
                 and {
                     "round": self.evaluate.round,
-                    "offer": _task_value(self.evaluate.offer),
+                    "offer": task_value(self.evaluate.offer),
                     "memory": self.evaluate.memory,
-                    "shared": self.evaluate.shared and _task_value(self.evaluate.shared),
+                    "shared": self.evaluate.shared and task_value(self.evaluate.shared),
                     "last": self.evaluate.last,
                 },
                 "work": self.work
                 and {
                     "round": self.work.round,
-                    "task": _task_value(self.work.task),
+                    "task": task_value(self.work.task),
                     "memory": self.work.memory,
                     "joining": self.work.joining,
                 },
@@ -182,12 +182,12 @@ def read_request(value: Value, space_of: Callable[[str, tuple[int, int, int], in
             evaluate
             and Evaluate(
                 int(evaluate["round"]),
-                _task_of(evaluate["offer"]),
+                task_of(evaluate["offer"]),
                 int(evaluate["memory"]),
-                evaluate["shared"] and _task_of(evaluate["shared"]),
+                evaluate["shared"] and task_of(evaluate["shared"]),
                 bool(evaluate["last"]),
             ),
-            work and Work(int(work["round"]), _task_of(work["task"]), int(work["memory"]), bool(work["joining"])),
+            work and Work(int(work["round"]), task_of(work["task"]), int(work["memory"]), bool(work["joining"])),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(f"it is no request of this package ({type(error).__name__}: {error})") from error
@@ -219,11 +219,11 @@ def _seat_of(value: Value, space: Space) -> Seat:
     )
 
 
-def _task_value(task: Task | Reply) -> Value:
+def task_value(task: Task | Reply) -> Value:
     return {"weights": _listed(task.weights), "arch": task.arch, "extra": _listed(task.extra), "facts": task.facts}
 
 
-def _task_of(value: Value) -> Task:
+def task_of(value: Value) -> Task:
     return Task(_named(value["weights"]), value["arch"], _named(value["extra"]), value["facts"])
 
 
@@ -274,7 +274,7 @@ class Response:
                 "evaluated": self.evaluated and asdict(self.evaluated),
                 "worked": self.worked
                 and {
-                    "reply": _task_value(self.worked.reply),
+                    "reply": task_value(self.worked.reply),
                     "flops": self.worked.flops,
                     "remembers": self.worked.remembers,
                 },
