@@ -21,12 +21,17 @@ from fedtailor.engine.crowd import Waiting
 from fedtailor.engine.site import Site
 from fedtailor.engine.wire import Parcel, pack, unpack
 from fedtailor.errors import UserError
-from fedtailor.registry import names
+from fedtailor.export.write import export_run
+from fedtailor.registry import lookup, names
 from fedtailor.report.html import write_report
 from fedtailor.runs.execute import Watcher, resume, start
+from fedtailor.runs.join import join, refit
+from fedtailor.runs.results import Results
 from fedtailor.runs.serve import serve
+from fedtailor.runs.welcome import welcome
 from fedtailor.spaces.base import paste
-from grid import MemoryPost
+from grid import MemoryPost, quiet
+from test_join import write_digits
 from tools import rows, small_config
 
 NAMES = tuple(f"client-{i:03d}" for i in range(4))
@@ -115,6 +120,67 @@ def test_held_out_clients_join_over_messages(tmp_path: Path) -> None:
     assert len([r for r in rows(served) if ",test,new_accuracy," in r]) == 2
 
 
+@pytest.mark.parametrize("method", ["perfedrlnas", "fedrep", "pfedhn", "fedcs"])
+def test_a_newcomer_joins_a_served_run_as_it_joins_a_local_one(method: str, tmp_path: Path) -> None:
+    """Search on the frozen supernet, a head of its own, a new embedding, a part of its own: bit for bit the same."""
+    config = config_of(method, clients=2, participants=2, evaluate_every=2)
+    photos = write_digits(tmp_path / "photos", np.arange(1500, 1560), scale=2)
+    local = start(config, tmp_path / "local", "cpu", 1)
+    joined = join(local, f"folder:{photos}", "berlin", tmp_path / "joined", device="cpu", workers=1, say=quiet)
+    served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", NAMES[:2]), NAMES[:2])
+    before = {p: p.read_bytes() for p in served.rglob("*") if p.is_file()}
+    post, listener = MemoryPost(tmp_path / "sites", ("client-000", "berlin"), data=f"folder:{photos}"), Listener()
+    assert welcome(served, post, 1, watch=listener) == ["berlin"]
+    assert "'client-000' is not taken in: it was in the run" in listener.said
+    assert "berlin has its network: accuracy on val" in listener.said
+    assert {p: p.read_bytes() for p in served.rglob("*") if p.is_file()} == before  # the run is left as it is
+    (home,) = (p.parent for p in (tmp_path / "sites" / "berlin").glob("*/run.json"))
+    for file in ("nets/000000.safetensors", "offer.safetensors", "events.csv", "data.npz"):
+        assert (home / file).read_bytes() == (joined / file).read_bytes(), file
+    card = lookup("method", method).card
+    sent = [unpack(answer)["worked"]["reply"] for name, _, answer in post.sent if unpack(answer)["worked"]]
+    assert all(not card.up.undeclared(r["weights"]["names"], r["extra"]["names"], r["facts"]) for r in sent)
+    assert len(sent) == {"perfedrlnas": 20, "pfedhn": 20}.get(method, 0)
+
+
+def test_who_cannot_join_a_served_run(tmp_path: Path) -> None:
+    config, said = config_of("fedavg", clients=2, rounds=1), []
+    photos = write_digits(tmp_path / "photos", np.arange(1500, 1530), scale=2)
+    (photos / "3").rename(photos / "three")
+    served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", NAMES[:2]), NAMES[:2])
+    listener, post = Listener(), MemoryPost(tmp_path / "sites", ("berlin", "paris"), data=f"folder:{photos}")
+    post.sites[1].say = said.append
+    post.sites[2].data = f"folder:{write_digits(tmp_path / 'more', np.arange(1500, 1530))}"
+    assert welcome(served, post, 1, watch=listener) == ["paris"]
+    assert "berlin has a problem: its data cannot be used" in listener.said
+    assert any("the run knows no class 'three'" in text for text in said)
+    with pytest.raises(UserError, match="--onboard"):
+        join(served, f"folder:{photos}", "berlin", tmp_path / "out", say=quiet)
+    with pytest.raises(UserError, match="was not served"):
+        welcome(start(config, tmp_path / "local", "cpu", 1), post, 1)
+
+
+def test_a_real_client_takes_its_network_home_and_fits_it_again(tmp_path: Path) -> None:
+    """Its folder is a run folder: it is exported, and made again from new data, without a server."""
+    root, clients = folders(tmp_path / "data", lacking="cyst"), ("ash", "birch", "cedar")
+    post = MemoryPost(tmp_path / "sites", clients)
+    for site in post.sites.values():
+        site.data = f"folder:{root / site.name}"
+    served = serve(config_of("ditto", clients=3, **NATURAL), tmp_path / "run", post, clients)
+    (home,) = (p.parent for p in (tmp_path / "sites" / "birch").glob("*/run.json"))
+    (exported,) = export_run(home, int8=False, say=quiet)
+    assert exported.card["warnings"] == []
+    assert exported.card["classes"] == ["benign", "cyst", "tumour"]
+    ids = {site.name: i for i, site in enumerate(post.sites.values())}
+    (row,) = (r for r in rows(served) if r.split(",")[1] == str(ids["birch"]) and ",test,personal_accuracy," in r)
+    assert exported.card["accuracy"]["test"]["accuracy"] == float(row.split(",")[-1])
+    out, compared = refit(home, "birch", f"folder:{root / 'birch'}", tmp_path / "again", epochs=0, say=quiet)
+    assert compared["val"][0] == compared["val"][1]  # the same pictures and no more training: the same network
+    assert Results.read(out).facts["joined"]["run"] == home.name
+    with pytest.raises(UserError, match="with its clients"):
+        export_run(served)
+
+
 def test_one_message_per_client_and_round(tmp_path: Path) -> None:
     post = MemoryPost(tmp_path / "sites", NAMES)
     serve(config_of("fedrep", participants=4), tmp_path / "served", post, NAMES)
@@ -175,18 +241,25 @@ def _undeclared(value: dict[str, Any]) -> None:
     value["worked"]["reply"]["facts"] = {"loss": 0.5, "patients": 12}
 
 
-@pytest.mark.parametrize("attack", [_nan, _rename, _other_method, _replay, _impersonate, _huge, _undeclared])
-def test_a_hostile_reply_is_named_and_nothing_of_it_is_merged(attack: Any, tmp_path: Path) -> None:
-    config = config_of("fedavg", participants=4)
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The server's state after a run to which client-001 has given nothing."""
 
     def lost(name: str, request: Parcel, response: Parcel) -> Parcel | str:
         return "gone" if name == "client-001" and unpack(response)["worked"] else response
 
-    without = serve(config, tmp_path / "a", MemoryPost(tmp_path / "sa", NAMES, lost), NAMES)
+    folder = tmp_path_factory.mktemp("without")
+    post = MemoryPost(folder / "sites", NAMES, lost)
+    return state_of(serve(config_of("fedavg", participants=4), folder / "run", post, NAMES))
+
+
+@pytest.mark.parametrize("attack", [_nan, _rename, _other_method, _replay, _impersonate, _huge, _undeclared])
+def test_a_hostile_reply_is_named_and_nothing_of_it_is_merged(attack: Any, without: bytes, tmp_path: Path) -> None:
+    config = config_of("fedavg", participants=4)
     listener = Listener()
     attacked = serve(config, tmp_path / "b", MemoryPost(tmp_path / "sb", NAMES, changed(attack)), NAMES, watch=listener)
     assert "a message of client-001 is refused" in listener.said
-    assert state_of(attacked) == state_of(without)
+    assert state_of(attacked) == without
     assert [r for r in rows(attacked) if ",missing_refused," in r] == [
         "1,1,,missing_refused,1",
         "2,1,,missing_refused,1",
@@ -248,18 +321,15 @@ def test_a_late_reply_counts_less_where_the_method_allows_it(tmp_path: Path) -> 
     folder = serve(config, tmp_path / "run", post, NAMES, waiting=Waiting(0.05, 2))
     assert [r for r in rows(folder) if ",stale," in r] == ["2,2,,stale,1"]
     before, after = (values.read_value(folder / "checkpoints" / f"server-00000{i}.safetensors") for i in (1, 2))
-    asked = {unpack(r)["seat"]["samples"] for _, r, _ in post.sent if unpack(r)["seat"]}
-    told = [(n, unpack(q), unpack(a)["worked"]) for n, q, a in post.sent]
-    used = [(n, q["seat"]["samples"], w["reply"]) for n, q, w in told if w and (n == NAMES[2] or q["work"]["round"] == 2)]
-    space = config.make_space((1, 8, 8), 10)
-    parts = [
-        (dict(zip(r["weights"]["names"], r["weights"]["tensors"], strict=True)), tuple(r["arch"]), w)
-        for n, samples, r in sorted(used, key=lambda u: u[0])
-        for w in [round(samples * 10 / 11) if n == NAMES[2] else samples]  # b = 10, one round old
-    ]
-    assert len(parts) == 4
-    assert len(asked) == 1
-    expected = paste(space, before["weights"], [(w, a, float(n)) for w, a, n in parts])
+    parts = []
+    for name in NAMES:  # everybody's last reply to a task; client-002 has given one, and counts by b / (b + 1), b = 10
+        told = [(unpack(q)["seat"], unpack(a)["worked"]) for n, q, a in post.sent if n == name]
+        seat, worked = [pair for pair in told if pair[1]][-1]
+        samples = round(seat["samples"] * 10 / 11) if name == "client-002" else seat["samples"]
+        weights = worked["reply"]["weights"]
+        named = dict(zip(weights["names"], weights["tensors"], strict=True))
+        parts.append((named, worked["reply"]["arch"], float(samples)))
+    expected = paste(config.make_space((1, 8, 8), 10), before["weights"], parts)
     for name, tensor in after["weights"].items():
         assert torch.allclose(tensor, expected[name], atol=1e-6)
 

@@ -87,6 +87,9 @@ class Crowd:
         self.declared = declared  # what the run's method says that clients send
         self.members: dict[str, Member] = {}
         self.expected: tuple[str, ...] = ()  # all names of the run, once they are known
+        self.known: tuple[str, ...] = ()  # names of clients that have had their turn
+        self.classes: tuple[str, ...] = ()  # of the run, and
+        self.shape: tuple[int, ...] = ()  # the shape of its images, once they are known
         self.late: dict[str, int] = {}  # rounds of which a memory was written after the deadline
         self.stale: list[Late] = []  # replies that came after the deadline
         self._pending: dict[str, Pending] = {}
@@ -136,7 +139,7 @@ class Crowd:
         ]
         for node in fresh:
             self._asked[node] = time.monotonic()
-        self._send({node: Request(self.run, new_number(), self.config) for node in fresh}, "")
+        self._send({node: Request(self.run, new_number(), self.config, self.classes) for node in fresh}, "")
 
     def gather(self, count: int, names: Collection[str] = ()) -> None:
         """Waits until so many clients (of these names, where they are given) are there."""
@@ -259,6 +262,8 @@ class Crowd:
             why = f"its key is registered for '{registered}'"
         elif name in self.members and self.members[name].node in self._nodes and self.members[name].node != node:
             why = "a client of this name is here already"
+        elif name in self.known:
+            why = "it was in the run and has its network"
         elif self.expected and name not in self.expected:
             why = "the run has no client of this name"
         elif about.get("fedtailor") != __version__:
@@ -272,10 +277,10 @@ class Crowd:
         self.say(f"{name} is here with {about['samples']} training images")
 
     def _misfit(self, about: dict[str, Any]) -> str:
-        for name, member in self.members.items():
-            if member.about["shape"] != about["shape"]:
-                theirs = member.about["shape"]
-                return f"its images are {about['shape']} (channels, height, width), those of {name} {theirs}"
+        theirs = {"the run": list(self.shape)} if self.shape else {n: m.about["shape"] for n, m in self.members.items()}
+        for name, shape in theirs.items():
+            if shape != about["shape"]:
+                return f"its images are {about['shape']} (channels, height, width), those of {name} {shape}"
         return ""
 
 

@@ -157,22 +157,21 @@ class RemoteFederation(Rounds):
         found, _ = self._ask({}, orders)
         events = self._evaluated(orders, found, "personal", state.round)
         held_out = [s for s in self.job.seats[self.job.clients :] if self.crowd.ready(s.name)]
-        if held_out:
-            self._joining = True
-            server, memories = onboard(self, state, held_out)
-            orders = {
-                s.id: Evaluate(
-                    state.round,
-                    self.sent(self.method.offer(server, s)),
-                    memories.get(s.id, {}).get("round", 0),
-                    last=True,
-                )
-                for s in held_out
-                if self.crowd.ready(s.name)
-            }
-            found, _ = self._ask({}, orders)
-            events += self._evaluated(orders, found, "new", state.round)
-        return events, []
+        return events + (self.take_in(state, held_out, "new") if held_out else []), []
+
+    def take_in(self, state: State, seats: Sequence[Seat], kind: str) -> list[Event]:
+        """Lets clients that never trained join in the method's way; their networks and folders are made at theirs."""
+        self._joining = True
+        server, memories = onboard(self, state, seats)
+        orders = {
+            s.id: Evaluate(
+                state.round, self.sent(self.method.offer(server, s)), memories.get(s.id, {}).get("round", 0), last=True
+            )
+            for s in seats
+            if self.crowd.ready(s.name)
+        }
+        found, _ = self._ask({}, orders)
+        return self._evaluated(orders, found, kind, state.round)
 
     # the exchange -----------------------------------------------------------------------------------------------
 

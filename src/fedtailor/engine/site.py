@@ -89,7 +89,7 @@ class Desk:
 class Site:
     """One client's machine.
 
-    At the end of a run it keeps a run folder of its own, with its data and its network; `over` lists those that are new.
+    At the end of a run it keeps a run folder of its own, with its data and its network; `over` holds the new ones.
     `data` names the client's own data, all of it; without it, the client takes its share of the run's data set, as the
     run's partition deals it. `trust` lists method, space and net files of the client's own that a run may name.
     """

@@ -353,6 +353,10 @@ def read_networks(out: Path, space: Space) -> dict[int, tuple[Space, Arch, Weigh
         value = read_value(path)
         own = net_of(value["net"], space.input, space.classes) if "net" in value else space
         found[int(path.stem)] = own, tuple(value["arch"]), value["weights"]
+    if not found and read_facts(out).get("served"):
+        raise UserError(
+            f"{out} is the run of a server: networks are with its clients, who export them from their own folders."
+        )
     if not found:
         raise UserError(f"{out} holds no networks: they are saved when a run ends. 'fedtailor resume {out}' goes on.")
     return found
