@@ -197,14 +197,14 @@ def test_a_message_that_is_too_large_is_not_fetched() -> None:
 
     def part(number: str) -> bytes:
         asked.append(number)
-        return bytes(1000)
+        return bytes(1_000_000)
 
     class Endless(Inside):
         def push_messages(self, messages: Iterable[Message]) -> list[str]:
             return ["m1" for _ in messages]
 
         def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-            http_grid.pull_objects([str(i) for i in range(10**6)], part)
+            http_grid.pull_objects([str(i) for i in range(1000)], part)
             return []
 
     post = GridPost(Endless({1: {}}, {}))
@@ -216,7 +216,7 @@ def test_a_message_that_is_too_large_is_not_fetched() -> None:
     assert number == "m1"
     assert isinstance(content, Refused)
     assert "more than the" in str(content)
-    assert len(asked) < 20_000
+    assert len(asked) < 100
 
 
 def test_other_machines_reach_only_what_nodes_need() -> None:
