@@ -24,6 +24,7 @@ from fedtailor.engine.flower.loopback import Loopback
 NAMES = [f"client-{i:03d}" for i in range(4)]
 CHANGES = ["method.name=ditto", "clients=4", "participants=4", "evaluate_every=10", "checkpoint_every=5"]
 CHANGES += ["partition.name=iid", "partition.samples=120", "local.epochs=1"]
+TROUBLES = ("kill", "pause", "restart", "kill server")
 GROWTH = 150  # megabytes that a party, of some 600, may have more at the end
 OPTIONS = ["--deadline", "25", "--quorum", "2"]
 
@@ -54,13 +55,15 @@ def main() -> int:
     try:
         federation.join_all()
         federation.serve("demo", out, changes, OPTIONS)
+        deck: list[str] = []
         trouble, gone = 4, ""
         while federation.processes["server"].poll() is None:
             time.sleep(0.2)
             number = done(federation)
-            if (number >= 2 and number // 10 not in seen) or number == options.rounds - 1:
-                seen[-1 if number == options.rounds - 1 else number // 10] = memory(federation)
-                say(f"memory in MB: {memory(federation)}")
+            when = -1 if number == options.rounds - 1 else number // 10
+            if number >= 2 and when not in seen:
+                seen[when] = memory(federation)
+                say(f"memory in MB: {seen[when]}")
             if number < trouble or (number > options.rounds - 6 and not gone):
                 continue
             if gone:
@@ -68,7 +71,8 @@ def main() -> int:
                 federation.join(gone)
                 gone, trouble = "", number + rng.randint(2, 4)
                 continue
-            what, who = rng.choice(["kill", "pause", "restart", "kill server"]), rng.choice(NAMES)
+            deck = deck or rng.sample(TROUBLES, len(TROUBLES))  # each kind as often as any other
+            what, who = deck.pop(), rng.choice(NAMES)
             counts[what] = counts.get(what, 0) + 1
             say(f"{what} {who if 'server' not in what else ''}")
             if what == "kill":
@@ -95,7 +99,7 @@ def main() -> int:
     kept = [name for name in NAMES if list((federation.sites / name).glob("*/nets/*.safetensors"))]
     rounds = {int(r[0]) for r in table if r[3] == "round_seconds"}
     lost = federation.log("server").count("begins without a memory")
-    first, last = next(iter(seen.values())), seen[-1]
+    first, last = next(iter(seen.values())), list(seen.values())[-1]
     grown = {who: last[who] - first[who] for who in last if who in first}
     print(f"rounds in the log: {len(rounds)}; replies used of {options.rounds}: {used}; memories lost: {lost}")
     print(f"clients scored at the end: {len(scored)}; networks kept: {len(kept)}; logs: {folder}")
