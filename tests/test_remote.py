@@ -168,6 +168,7 @@ def test_a_real_client_takes_its_network_home_and_fits_it_again(tmp_path: Path) 
         site.data = f"folder:{root / site.name}"
     served = serve(config_of("ditto", clients=3, **NATURAL), tmp_path / "run", post, clients)
     (home,) = (p.parent for p in (tmp_path / "sites" / "birch").glob("*/run.json"))
+    home = home.rename(tmp_path / "moved")
     (exported,) = export_run(home, int8=False, say=quiet)
     assert exported.card["warnings"] == []
     assert exported.card["classes"] == ["benign", "cyst", "tumour"]
@@ -447,6 +448,12 @@ def test_without_keys_a_second_node_of_a_name_is_refused(tmp_path: Path) -> None
 def test_keys_and_clients_must_agree(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="keys of 4 nodes, but clients = 3"):
         serve(config_of("fedavg", clients=3), tmp_path / "run", MemoryPost(tmp_path / "s", NAMES), NAMES)
+
+
+def test_the_guide_says_of_every_method_what_the_server_sees() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text()
+    table = page.partition("## What the server sees")[2].partition("\n## ")[0]
+    assert [m for m in names("method") if f"`{m}`" not in table] == []
 
 
 # data of one's own --------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from .alone import Offered, deal_of, part_of, write_alone
 from .execute import (
     Say,
     choose_device,
+    data_of,
     make_engine,
     make_seats,
     open_space,
@@ -177,7 +178,7 @@ def refit(
     at = names.index(client)
     old = _old_data(before)
     if data or old is None:
-        own = client_data(before, data or before.config.data.name, client, data_dir, say)
+        own = client_data(before, data or data_of(folder, before.config), client, data_dir, say)
     else:
         own = part_of(old, np.flatnonzero(before.partition.owner == at))
     known = _known(before, old, at)
@@ -246,7 +247,7 @@ def _old_data(before: Before) -> Dataset | None:
     """The run's data, where it is still what it was."""
     told = before.config.data
     try:
-        data = load_data(told.name, Path(told.dir) if told.dir else None, told.reading)
+        data = load_data(data_of(before.folder, before.config), Path(told.dir) if told.dir else None, told.reading)
     except UserError:
         return None
     return data if data.hash == before.partition.dataset_hash else None
