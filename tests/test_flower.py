@@ -28,17 +28,18 @@ from fedtailor.export.predict import open_model
 from fedtailor.runs.execute import start
 from fedtailor.runs.serve import serve
 from test_join import write_digits
-from test_remote import FEW, NAMES, config_of, require_same
+from test_remote import FEW, NAMES, config_of, require_same, state_of
 
 pytest.importorskip("flwr")
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedtailor.engine.flower import watch_sizes
 from fedtailor.engine.flower.__main__ import LocalOnly
-from fedtailor.engine.flower.apps import GridPost, client_app, server_app, to_content, to_parcel
+from fedtailor.engine.flower.apps import WHOLE, GridPost, client_app, server_app, to_content, to_parcel
 from fedtailor.engine.flower.link import APP, SuperLink, environment, free_port
 from fedtailor.engine.flower.loopback import Loopback
 
@@ -179,13 +180,16 @@ def test_the_plain_flower_app_gives_the_same_numbers(tmp_path: Path) -> None:
     require_same(tmp_path / "run", local, tmp_path / "sites", TWO)
 
 
-def test_a_parcel_is_one_array_of_a_record() -> None:
-    parcel = Parcel('{"layout": 1}', bytes(range(256)) * 10)
-    content = to_content(parcel)
-    assert len(content.array_records["data"]) == 1
-    assert to_parcel(content) == parcel
+def test_a_parcel_survives_flowers_records() -> None:
+    """A small one is a single record, a large one an array that Flower cuts into chunks."""
+    small, large = Parcel('{"layout": 1}', bytes(range(256)) * 10), Parcel("{}", bytes(WHOLE + 1))
+    for parcel, objects in ((small, 2), (large, 5)):
+        content = to_content(parcel)
+        assert to_parcel(content) == parcel
+        assert len(get_all_nested_objects(content)) == objects
     content.array_records["data"]["data"].stype = "numpy.ndarray"
     assert to_parcel(content) == Parcel("", b"")
+    assert to_parcel(RecordDict({"parcel": ConfigRecord({"layout": 1})})) == Parcel("", b"")
 
 
 def test_a_message_that_is_too_large_is_not_fetched() -> None:
@@ -409,6 +413,22 @@ def test_a_newcomer_joins_over_flower_and_takes_its_network_home(tmp_path: Path)
     sends = [line for line in federation.log("berlin").splitlines() if "sends" in line]
     assert len(sends) == 2  # who it is, and its accuracy: the head never leaves
     assert "weights" not in "".join(sends)
+
+
+@pytest.mark.flower
+def test_a_network_of_40_megabytes_travels_whole(tmp_path: Path) -> None:
+    config = config_of("fedavg", clients=2, rounds=1, net__hidden=72_000, partition__samples=20)
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    federation, out = Loopback(tmp_path / "fl", TWO), tmp_path / "run"
+    try:
+        federation.join_all()
+        federation.serve(str(tmp_path / "config.toml"), out)
+        federation.wait(400)
+    finally:
+        federation.close()
+    local = start(config, tmp_path / "local", "cpu", 1)
+    require_same(out, local, federation.sites, TWO)
+    assert len(state_of(out)) > 40_000_000
 
 
 @pytest.mark.flower

@@ -350,9 +350,7 @@ def check_reply(reply: Reply, task: Task, space: Space) -> None:
     _check_tensors(reply.weights, given, "weights")
     beside = {n: t for n, t in reply.extra.items() if n not in task.extra}
     _check_tensors({n: t for n, t in reply.extra.items() if n in task.extra}, task.extra, "extra")
-    room = SMALL + bytes_of(
-        [task.weights, task.extra]
-    )  # SCAFFOLD and pFedHN send changes of weights
+    room = SMALL + bytes_of([task.weights, task.extra])  # SCAFFOLD and pFedHN send changes of weights
     if bytes_of(beside) > room:
         raise Refused(f"it holds {bytes_of(beside)} bytes that the client was not given, more than {room}")
     for name, tensor in (reply.weights | reply.extra).items():

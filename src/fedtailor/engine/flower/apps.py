@@ -25,22 +25,28 @@ from . import TooLarge, at_most
 
 POLL = 0.1  # seconds between looks for a reply
 STYPE = "fedtailor"  # one array of bytes; Flower moves it as it is
+WHOLE = 4 << 20  # bytes up to which a parcel is not cut into chunks
 
 
 def to_content(parcel: Parcel) -> RecordDict:
+    """Every object of a message is a request at each of four hops: a small parcel is one object, a large one chunks."""
+    if parcel.size <= WHOLE:
+        return RecordDict({"parcel": ConfigRecord({"layout": parcel.layout, "data": parcel.data})})
     array = Array(dtype="uint8", shape=(len(parcel.data),), stype=STYPE, data=parcel.data)
-    return RecordDict({"data": ArrayRecord({"data": array}), "layout": ConfigRecord({"layout": parcel.layout})})
+    return RecordDict({"data": ArrayRecord({"data": array}), "parcel": ConfigRecord({"layout": parcel.layout})})
 
 
 def to_parcel(content: RecordDict) -> Parcel:
     """The parcel of a message; an empty one, which nobody accepts, where it holds something else."""
-    arrays, layout = content.get("data"), content.get("layout")
-    if not isinstance(arrays, ArrayRecord) or not isinstance(layout, ConfigRecord):
+    arrays, record = content.get("data"), content.get("parcel")
+    if not isinstance(record, ConfigRecord):
         return Parcel("", b"")
-    array, text = arrays.get("data"), layout.get("layout")
-    if array is None or array.stype != STYPE or not isinstance(text, str):
+    layout, data = record.get("layout"), record.get("data")
+    if isinstance(arrays, ArrayRecord) and "data" in arrays and arrays["data"].stype == STYPE:
+        data = arrays["data"].data
+    if not isinstance(layout, str) or not isinstance(data, bytes):
         return Parcel("", b"")
-    return Parcel(text, array.data)
+    return Parcel(layout, data)
 
 
 class GridPost:
