@@ -116,6 +116,8 @@ def serve_command(
             link.start()
             names = link.register(node_keys(keys)) if keys else None
             names = names and {node: name for node, name in names.items() if name not in there}
+            if names == {}:
+                raise UserError(f"{tls} has no key of a newcomer. Make one: 'fedtailor certs {tls} --node NAME'")
             watch.say(f"listening on {host}:{port}" + (f" for {', '.join(names.values())}" if names else ""))
             with link.run() as grid:
                 post = GridPost(grid, names)

@@ -159,13 +159,17 @@ class RemoteFederation(Rounds):
         held_out = [s for s in self.job.seats[self.job.clients :] if self.crowd.ready(s.name)]
         return events + (self.take_in(state, held_out, "new") if held_out else []), []
 
-    def take_in(self, state: State, seats: Sequence[Seat], kind: str) -> list[Event]:
+    def take_in(self, state: State, seats: Sequence[Seat], kind: str, tune: int = 0) -> list[Event]:
         """Lets clients that never trained join in the method's way; their networks and folders are made at theirs."""
         self._joining = True
         server, memories = onboard(self, state, seats)
         orders = {
             s.id: Evaluate(
-                state.round, self.sent(self.method.offer(server, s)), memories.get(s.id, {}).get("round", 0), last=True
+                state.round,
+                self.sent(self.method.offer(server, s)),
+                memories.get(s.id, {}).get("round", 0),
+                last=True,
+                tune=tune,
             )
             for s in seats
             if self.crowd.ready(s.name)

@@ -150,7 +150,7 @@ class Site:
         splits = {name: split for name, split in splits.items() if split.size}
         keeper = self._client(desk, memory, order.round, keeping=True)
         label = f"personal network after round {order.round}"
-        found, kept = self._run(label, finish(desk.method, order.offer, keeper, splits, order.last))
+        found, kept = self._run(label, finish(desk.method, order.offer, keeper, splits, order.last, tune=order.tune))
         shared: dict[str, float] = {}
         if order.shared is not None:
             client = self._client(desk, memory, order.round)

@@ -125,6 +125,7 @@ class Evaluate:
     memory: int
     shared: Task | None = None  # the server's model, to be scored too
     last: bool = False
+    tune: int = 0  # epochs of fine-tuning, as many of them as val likes best
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ class Request:
                     "memory": self.evaluate.memory,
                     "shared": self.evaluate.shared and task_value(self.evaluate.shared),
                     "last": self.evaluate.last,
+                    "tune": self.evaluate.tune,
                 },
                 "work": self.work
                 and {
@@ -186,6 +188,7 @@ def read_request(value: Value, space_of: Callable[[str, tuple[int, int, int], in
                 int(evaluate["memory"]),
                 evaluate["shared"] and task_of(evaluate["shared"]),
                 bool(evaluate["last"]),
+                int(evaluate["tune"]),
             ),
             work and Work(int(work["round"]), task_of(work["task"]), int(work["memory"]), bool(work["joining"])),
         )

@@ -24,7 +24,7 @@ from ..data.pixels import Reading, Target
 from ..data.sources import load as load_data
 from ..engine.loop import Federation, State
 from ..errors import UserError, unknown
-from ..evaluate import keep_networks, onboard, pictures
+from ..evaluate import keep_networks, onboard, pictures, tuning
 from ..export.graph import Portable, network
 from ..fleet import fleet as fleets
 from ..method import Job, Method
@@ -135,8 +135,12 @@ def join(
     device: str = "auto",
     workers: int = 0,
     say: Say = print,
+    tune: int = -1,
 ) -> Path:
-    """A client that was never there gets its network, in its method's way of taking in clients. Returns `out`."""
+    """A client that was never there gets its network, in its method's way of taking in clients. Returns `out`.
+
+    `tune` is the most epochs of fine-tuning; -1: some, where the method leaves clients nothing of their own.
+    """
     before, chosen = Before.read(folder), choose_device(device)
     _require_new(out)
     if name in before.partition.names:
@@ -153,7 +157,8 @@ def join(
         offer = federation.sent(before.method.offer(server, job.seats[at]))
         return Offered(offer, memories.get(at, {}), state.round)
 
-    _finish(Visit(before, own, deal, job, extra, at, data), offered, out, chosen, workers, say)
+    most = tuning(before.method) if tune < 0 else tune
+    _finish(Visit(before, own, deal, job, extra, at, data), offered, out, chosen, workers, say, tune=most)
     return out
 
 
@@ -298,6 +303,7 @@ def _finish(
     workers: int,
     say: Say,
     epochs: float = 0.0,
+    tune: int = 0,
 ) -> None:
     """Makes the visitor's network and writes its folder."""
     began = time.perf_counter()
@@ -310,7 +316,7 @@ def _finish(
     try:
         made_from = offered(federation)
         offers, memories = [(seat, made_from.task)], {at: made_from.memory}
-        events, (kept,) = keep_networks(federation, made_from.round, offers, memories, test, "personal", epochs)
+        events, (kept,) = keep_networks(federation, made_from.round, offers, memories, test, "personal", epochs, tune)
     finally:
         engine.close()
     facts = {

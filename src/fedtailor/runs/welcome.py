@@ -14,6 +14,7 @@ from ..engine import crowd as crowds
 from ..engine.crowd import Crowd, Post, Waiting
 from ..engine.remote import RemoteFederation
 from ..errors import UserError
+from ..evaluate import tuning
 from ..fleet import fleet as fleets
 from ..method import Job
 from .execute import Watcher, open_space, read_facts
@@ -50,7 +51,7 @@ def welcome(folder: Path, post: Post, count: int, profile: str = "", watch: Watc
         job = job_for([n for _, n in sizes] + [crowd.members[name].about["samples"]])
         state = with_room(last_state(folder, job, torch.device("cpu"), watch.say), job, method, at)
         federation = RemoteFederation(job, method, fleet, rules, crowd, classes, Waiting(), 2, job_for)
-        rows = federation.take_in(state, [job.seats[at]], "personal")
+        rows = federation.take_in(state, [job.seats[at]], "personal", tuning(method))
         scores = ", ".join(f"{row.split} {float(row.value):.4f}" for row in rows if row.metric == "personal_accuracy")
         watch.say(f"{name} has its network: accuracy on {scores}" if scores else f"{name} has not finished")
 
