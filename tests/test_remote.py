@@ -522,6 +522,24 @@ def test_a_method_of_ones_own_runs_where_it_is_trusted(tmp_path: Path) -> None:
     require_same(serve(config, tmp_path / "served", post, NAMES), local, tmp_path / "sites")
 
 
+def test_what_a_method_does_not_declare_does_not_leave_a_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = (Path(__file__).parent.parent / "examples" / "own_method.py").read_text()
+    more, none = tmp_path / "more.py", tmp_path / "none.py"
+    more.write_text(example.replace('facts={"loss": loss}', 'facts={"loss": loss, "patients": 7}'))
+    none.write_text(example.replace("card: ClassVar[Card] =", "notes: ClassVar[Card] ="))
+    monkeypatch.setattr(remote, "TRIES", 1)
+    listener, post = Listener(), MemoryPost(tmp_path / "sites", NAMES[:1])
+    post.sites[1].trust = (str(more),)
+    with pytest.raises(UserError, match="nothing that could be used"):
+        serve(config_of(str(more), clients=1, participants=1), tmp_path / "more", post, NAMES[:1], watch=listener)
+    assert "client-000 has a problem: it kept back a reply" in listener.said
+    assert not any(b"patients" in answer.data or "patients" in answer.layout for _, _, answer in post.sent)
+    with pytest.raises(UserError, match="it has no card"):
+        serve(config_of(str(none), clients=1, participants=1), tmp_path / "none", post, NAMES[:1])
+
+
 def test_a_client_refuses_a_run_whose_name_is_a_path(tmp_path: Path) -> None:
     post = MemoryPost(tmp_path / "sites", NAMES)
     serve(config_of("ditto", rounds=1), tmp_path / "run", post, NAMES)
