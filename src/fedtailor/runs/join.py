@@ -82,15 +82,15 @@ class Before:
         return [(name, len(self.partition.indices(i, TRAIN))) for i, name in enumerate(self.partition.names)]
 
     def job(self, clients: Sequence[tuple[str, int]], fleet: fleets.Fleet) -> Job:
-        return job_of(self.config, self.method, self.space, clients, fleet)
+        return job_of(self.config, self.method, self.space, clients, self.partition.clients, fleet)
 
 
 def job_of(
-    config: Config, method: Method, space: Space, clients: Sequence[tuple[str, int]], fleet: fleets.Fleet
+    config: Config, method: Method, space: Space, clients: Sequence[tuple[str, int]], trained: int, fleet: fleets.Fleet
 ) -> Job:
-    """The job of a run with clients of these names and numbers of training images."""
+    """The job of a run with clients of these names and numbers of training images, the first of whom trained."""
     seats = make_seats(config, space, clients, fleet)
-    job = Job(space, seats, config.clients, config.participants, config.rounds, config.seed, config.local)
+    job = Job(space, seats, trained, config.participants, config.rounds, config.seed, config.local)
     method.check(job)
     return job
 
@@ -205,9 +205,11 @@ def refit(
         offer = federation.sent(before.method.offer(state.server, seat))
         return Offered(offer, state.memories.get(at, {}), state.round)
 
-    tune = before.config.local.epochs if epochs < 0 else epochs
+    # a newcomer whose method has nothing of its own for it is fine-tuned again, as when it came
+    tune = tuning(before.method) if epochs < 0 and before.facts.get("joined") else 0
+    more = before.config.local.epochs if epochs < 0 and not tune else max(epochs, 0.0)
     visit = Visit(before, own, deal, job, before.fleet[at], at, data or before.config.data.name)
-    _finish(visit, offered, out, chosen, workers, say, tune)
+    _finish(visit, offered, out, chosen, workers, say, more, tune)
     return out, _compared(before, own, deal, at, out)
 
 

@@ -46,7 +46,7 @@ def welcome(folder: Path, post: Post, count: int, profile: str = "", watch: Watc
     def take_in(name: str) -> None:
         def job_for(samples: Sequence[int]) -> Job:
             names = [n for n, _ in sizes] + [name]
-            return job_of(config, method, space, list(zip(names, samples, strict=True)), fleet)
+            return job_of(config, method, space, list(zip(names, samples, strict=True)), config.clients, fleet)
 
         job = job_for([n for _, n in sizes] + [crowd.members[name].about["samples"]])
         state = with_room(last_state(folder, job, torch.device("cpu"), watch.say), job, method, at)
