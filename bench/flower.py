@@ -1,12 +1,14 @@
 """What Flower costs: seconds of a round in which nothing is computed, with four clients on this machine.
 
-    python bench/flower.py [--rounds 6]
+    python bench/flower.py [--rounds 10]
 
-A message of 2 MB (a small network) and one of 40 MB, with and without TLS. `serialise` is packing tasks, and unpacking
-and checking replies, at the server; `push` is handing the four messages to the SuperLink, one after another; `wait` is
-the rest: the way to the clients, their unpacking and packing, the way back, and everybody's polling. `one reply` is how
-long the server takes to fetch one from the SuperLink; the four are fetched at once. Medians over rounds, the first left
-out.
+Messages of 2 MB (a small network) and of 40 MB, with and without TLS. A round's seconds are split into three:
+
+`serialise`   packing tasks, unpacking and checking replies at the server, and unpacking and packing at one client
+`wait`        what a round with empty messages takes: everybody's polling, and requests that carry nothing
+`transport`   the rest: what it takes to move the bytes, four hops down and four up, all clients at once
+
+Medians over rounds, the first left out.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from flower_echo import TIMES
 
 from fedtailor.certificates import node_keys, server_folder
 from fedtailor.config import load
@@ -31,101 +35,101 @@ from fedtailor.runs.serve import serve
 
 NAMES = [f"client-{i:03d}" for i in range(4)]
 ECHO = f"{Path(__file__).resolve().parent / 'flower_echo.py'}:Echo"
-HIDDEN = {2: 3_500, 40: 72_000}  # of the net `cnn`: megabytes of weights
+HIDDEN = {0: 1, 2: 3_500, 40: 72_000}  # of the net `cnn`: megabytes of weights
 
 
 class Meter(Watcher):
-    """Seconds of every round by what they were spent on."""
+    """Seconds of every round, and those that the server spent on serialising."""
 
     def __init__(self) -> None:
-        self.spent: dict[str, float] = {}
-        self.rounds: list[dict[str, float]] = []
+        self.spent = 0.0
+        self.rounds: list[float] = []
+        self.serialised: list[float] = []
         self.began = time.perf_counter()
 
-    def timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
             began = time.perf_counter()
             try:
                 return call(*args, **options)
             finally:
-                self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - began
+                self.spent += time.perf_counter() - began
 
         return run
 
     def begin(self, title: str, done: int, rounds: int) -> None:
-        self.began = time.perf_counter()
+        self.began, self.spent = time.perf_counter(), 0.0
 
     def round(self, number: int, facts: dict[str, float]) -> None:
         now = time.perf_counter()
-        self.rounds.append({"round": now - self.began, **self.spent})
-        self.began, self.spent = now, {}
-
-    def median(self, what: str) -> float:
-        return statistics.median(r.get(what, 0.0) for r in self.rounds[1:])
+        self.rounds.append(now - self.began)
+        self.serialised.append(self.spent)
+        self.began, self.spent = now, 0.0
 
 
 @contextmanager
 def metered(meter: Meter) -> Iterator[None]:
     pack, read = wire.Request.pack, crowd.read_response
-    wire.Request.pack = meter.timed("serialise", pack)  # type: ignore[method-assign]
-    crowd.read_response = meter.timed("serialise", read)
+    wire.Request.pack = meter.timed(pack)  # type: ignore[method-assign]
+    crowd.read_response = meter.timed(read)
     try:
         yield
     finally:
         wire.Request.pack, crowd.read_response = pack, read  # type: ignore[method-assign]
 
 
-def measure(megabytes: int, tls: bool, rounds: int, folder: Path) -> Meter:
+def measure(sizes: Sequence[int], tls: bool, rounds: int, folder: Path) -> dict[int, tuple[float, float]]:
+    """Seconds of a round, and those of them that serialising takes, for messages of these sizes in megabytes."""
     federation = Loopback(folder / "fl", NAMES, insecure=not tls)
     keys = server_folder(federation.keys) if tls else None
     link = SuperLink("127.0.0.1", federation.port, keys, folder / "link", print)
     changes = {"method.name": ECHO, "clients": 4, "participants": 4, "rounds": rounds, "checkpoint_every": rounds}
-    changes |= {"evaluate_every": rounds, "net.name": "cnn", "net.hidden": HIDDEN[megabytes], "partition.samples": 60}
-    meter = Meter()
+    changes |= {"evaluate_every": rounds, "net.name": "cnn", "partition.samples": 60}
+    found: dict[int, tuple[float, float]] = {}
     try:
         for name in NAMES:
             federation.join(name, "--trust", ECHO)
         link.start()
         names = link.register(node_keys(keys)) if keys else None
-        with link.run() as grid, metered(meter):
-            post = GridPost(grid, names)
-            grid.push_messages = meter.timed("push", grid.push_messages)  # type: ignore[method-assign]
-            grid.pull_messages = fetched(meter, grid.pull_messages)  # type: ignore[method-assign]
-            serve(load("demo", changes), folder / "run", post, NAMES if names else (), watch=meter)
+        for size in sizes:
+            meter = Meter()
+            with link.run() as grid, metered(meter):
+                config = load("demo", changes | {"net.hidden": HIDDEN[size]})
+                post, known = GridPost(grid, names), NAMES if names else ()
+                serve(config, folder / f"run-{size}", post, known, watch=meter)
+            clients = at_clients(federation.sites, rounds)
+            found[size] = median(meter.rounds), median(meter.serialised) + clients
     finally:
         federation.close()
         link.close()
-    return meter
+    return found
 
 
-def fetched(meter: Meter, pull: Callable[..., Any]) -> Callable[..., Any]:
-    """Times the calls that bring a reply; looking for one that is not there is waiting."""
+def at_clients(sites: Path, rounds: int) -> float:
+    """Seconds that a client took to unpack a round's message and to pack the answer."""
+    told = [list(map(float, (sites / name / TIMES).read_text().split())) for name in NAMES]
+    return statistics.mean(median(times[-rounds - 1 : -1]) for times in told)  # the last one is the evaluation
 
-    def run(ids: Any) -> Any:
-        began = time.perf_counter()
-        found = list(pull(ids))
-        if found:
-            meter.spent["pull"] = meter.spent.get("pull", 0.0) + time.perf_counter() - began
-        return found
 
-    return run
+def median(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds[1:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--only", type=int, choices=tuple(HIDDEN))
+    parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
-    print("| message | TLS | s/round | serialise | push | wait | one reply | MB/s pushed | MB/s, both ways |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for megabytes in HIDDEN:
-        for tls in (True, False) if options.only in (None, megabytes) else ():
-            with tempfile.TemporaryDirectory() as folder:
-                meter = measure(megabytes, tls, options.rounds, Path(folder))
-            whole, pack, push = (meter.median(what) for what in ("round", "serialise", "push"))
-            seconds = [whole, pack, push, whole - pack - push, meter.median("pull") / 4]
-            cells = [f"{megabytes} MB", "yes" if tls else "no", *(f"{s:.2f}" for s in seconds)]
-            cells += [f"{4 * megabytes / push:.0f}", f"{8 * megabytes / whole:.1f}"]
+    print("| message | TLS | s/round | serialise | transport | wait | MB/s in transport | MB/s in a round |")
+    print("|---|---|---|---|---|---|---|---|")
+    for tls in (True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(tuple(HIDDEN), tls, options.rounds, Path(folder))
+        empty, packing = found.pop(0)
+        for size, (whole, serialise) in found.items():
+            wait = empty - packing
+            transport = whole - serialise - wait
+            cells = [f"{size} MB", "yes" if tls else "no", *(f"{s:.2f}" for s in (whole, serialise, transport, wait))]
+            cells += [f"{8 * size / transport:.0f}", f"{8 * size / whole:.1f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -67,7 +67,7 @@ def compare(served: Path, local: Path, sites: Path) -> list[tuple[str, bool]]:
     weights = (served / "checkpoints" / last).read_bytes() == (local / "checkpoints" / last).read_bytes()
     run = next(p for p in (sites / NAMES[0]).glob(f"{served.name}-*"))
     nets = all(
-        (sites / name / run.name / "network.safetensors").read_bytes()
+        (sites / name / run.name / "nets" / "000000.safetensors").read_bytes()
         == (local / "nets" / f"{i:06d}.safetensors").read_bytes()
         for i, name in enumerate(NAMES)
     )

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import signal
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import fedtailor
 from fedtailor import values
 from fedtailor.certificates import make_certificates, node_folder, node_keys, server_folder
-from fedtailor.engine.wire import Parcel, unpack
+from fedtailor.engine.wire import Parcel, Refused, unpack
 from fedtailor.errors import UserError
+from fedtailor.export.predict import open_model
 from fedtailor.runs.execute import start
 from fedtailor.runs.serve import serve
-from test_remote import FEW, NAMES, config_of, require_same
+from test_join import write_digits
+from test_remote import FEW, NAMES, config_of, require_same, state_of
 
 pytest.importorskip("flwr")
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedtailor.engine.flower import watch_sizes
 from fedtailor.engine.flower.__main__ import LocalOnly
-from fedtailor.engine.flower.apps import GridPost, client_app, server_app, to_content, to_parcel
-from fedtailor.engine.flower.link import SuperLink
+from fedtailor.engine.flower.apps import WHOLE, GridPost, client_app, server_app, to_content, to_parcel
+from fedtailor.engine.flower.link import APP, SuperLink, environment, free_port
 from fedtailor.engine.flower.loopback import Loopback
 
 TWO = NAMES[:2]
@@ -53,7 +64,7 @@ class Recorder(GridPost):
         self.out += parcels.values()
         return super().send(parcels)
 
-    def receive(self, ids: Collection[str]) -> Sequence[tuple[str, Parcel | str]]:
+    def receive(self, ids: Collection[str]) -> Sequence[tuple[str, Parcel | Refused | str]]:
         found = super().receive(ids)
         self.came += [content for _, content in found if isinstance(content, Parcel)]
         return found
@@ -169,13 +180,47 @@ def test_the_plain_flower_app_gives_the_same_numbers(tmp_path: Path) -> None:
     require_same(tmp_path / "run", local, tmp_path / "sites", TWO)
 
 
-def test_a_parcel_is_one_array_of_a_record() -> None:
-    parcel = Parcel('{"layout": 1}', bytes(range(256)) * 10)
-    content = to_content(parcel)
-    assert len(content.array_records["data"]) == 1
-    assert to_parcel(content) == parcel
+def test_a_parcel_survives_flowers_records() -> None:
+    """A small one is a single record, a large one an array that Flower cuts into chunks."""
+    small, large = Parcel('{"layout": 1}', bytes(range(256)) * 10), Parcel("{}", bytes(WHOLE + 1))
+    for parcel, objects in ((small, 2), (large, 5)):
+        content = to_content(parcel)
+        assert to_parcel(content) == parcel
+        assert len(get_all_nested_objects(content)) == objects
     content.array_records["data"]["data"].stype = "numpy.ndarray"
     assert to_parcel(content) == Parcel("", b"")
+    assert to_parcel(RecordDict({"parcel": ConfigRecord({"layout": 1})})) == Parcel("", b"")
+
+
+def test_a_message_that_is_too_large_is_not_fetched() -> None:
+    """The real function that fetches a message's parts, with a store of parts that never ends."""
+    from flwr.superlink.grid import http_grid
+
+    watch_sizes()
+    asked: list[str] = []
+
+    def part(number: str) -> bytes:
+        asked.append(number)
+        return bytes(1_000_000)
+
+    class Endless(Inside):
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            return ["m1" for _ in messages]
+
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            http_grid.pull_objects([str(i) for i in range(1000)], part)
+            return []
+
+    post = GridPost(Endless({1: {}}, {}))
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    post.send({1: Parcel("{}", b"")})
+    while not (found := post.receive(["m1"])):
+        time.sleep(0.01)
+    ((number, content),) = found
+    assert number == "m1"
+    assert isinstance(content, Refused)
+    assert "more than the" in str(content)
+    assert len(asked) < 100
 
 
 def test_other_machines_reach_only_what_nodes_need() -> None:
@@ -251,7 +296,7 @@ def losses(folder: Path, client: int) -> list[int]:
 
 @pytest.mark.flower
 def test_a_node_is_killed_and_returns(tmp_path: Path) -> None:
-    """And one that is paused beyond the deadline, and one whose key nobody knows."""
+    """And one that is paused beyond the deadline, one whose key nobody knows, and a second one with a key in use."""
     federation, out = Loopback(tmp_path / "fl", NAMES[:3]), tmp_path / "run"
     try:
         federation.join_all()
@@ -263,8 +308,13 @@ def test_a_node_is_killed_and_returns(tmp_path: Path) -> None:
         stranger = Loopback(tmp_path / "strange", ["client-009"], port=federation.port)
         (stranger.keys / "client-009" / "ca.crt").write_bytes((federation.keys / "client-000" / "ca.crt").read_bytes())
         stranger.join("client-009")
+        twin = Loopback(tmp_path / "twin", [], port=federation.port)
+        shutil.copytree(federation.keys / "client-002", twin.keys / "client-002")
+        twin.join("client-002")
         stranger.until("client-009", "does not let this node in")
+        twin.until("client-002", "does not let this node in")
         stranger.close()
+        twin.close()
         pause(federation, "client-001", 30)
         federation.wait(400)
     finally:
@@ -276,12 +326,10 @@ def test_a_node_is_killed_and_returns(tmp_path: Path) -> None:
     assert 3 not in losses(out, 0) or 4 not in losses(out, 0)  # the rounds in which it was dead
     for client in range(3):  # and all are there at the end
         assert losses(out, client)[-1] == 24
-    assert (federation.sites / "client-000" / next_run(federation) / "network.safetensors").exists()
+    assert (federation.sites / "client-000" / next_run(federation) / "nets" / "000000.safetensors").exists()
 
 
 def pause(federation: Loopback, who: str, seconds: float) -> None:
-    import signal
-
     federation.kill(who, signal.SIGSTOP)
     time.sleep(seconds)
     federation.kill(who, signal.SIGCONT)
@@ -312,7 +360,6 @@ def test_server_and_superlink_are_killed_and_go_on_to_the_same_result(tmp_path: 
 @pytest.mark.flower
 def test_a_full_disk_and_a_broken_folder_at_clients(tmp_path: Path) -> None:
     """client-001 has a disk of 60 kB, client-002 an image that is none; client-000 finishes alone."""
-    import numpy as np
     from PIL import Image
 
     federation, out = Loopback(tmp_path / "fl", NAMES[:3]), tmp_path / "run"
@@ -339,6 +386,86 @@ def test_a_full_disk_and_a_broken_folder_at_clients(tmp_path: Path) -> None:
     assert "client-001 has a problem: its disk cannot be written" in log
     assert losses(out, 0) == [1, 2]
     assert losses(out, 1) == []
+
+
+@pytest.mark.flower
+def test_a_newcomer_joins_over_flower_and_takes_its_network_home(tmp_path: Path) -> None:
+    """With a key that was made after the run, its own data, its report and its ONNX file on its own disk."""
+    federation, out = Loopback(tmp_path / "fl", TWO), tmp_path / "run"
+    photos = write_digits(tmp_path / "photos", np.arange(1500, 1560), scale=2)
+    changes = ["method.name=fedrep", "clients=2", "participants=2", "rounds=2", "partition.samples=60"]
+    try:
+        federation.join_all()
+        federation.serve("demo", out, [*changes, "partition.name=iid", "local.epochs=1"])
+        federation.wait(300)
+        make_certificates(federation.keys, [], ["berlin"])
+        federation.join("berlin", "--data", f"folder:{photos}", "--export")
+        federation.serve(str(out), out, options=["--onboard", "1"])
+        federation.wait(200)
+        federation.until("berlin", "1 network with card.json")
+    finally:
+        federation.close()
+    (home,) = (p.parent for p in (federation.sites / "berlin").glob("*/run.json"))
+    assert (home / "report.html").exists()
+    model = open_model(home / "export" / "berlin" / "network.onnx")
+    assert model.about["client"] == "berlin"
+    assert "berlin has its network: accuracy on" in federation.log("server")
+    sends = [line for line in federation.log("berlin").splitlines() if "sends" in line]
+    assert len(sends) == 2  # who it is, and its accuracy: the head never leaves
+    assert "weights" not in "".join(sends)
+
+
+@pytest.mark.flower
+def test_a_network_of_40_megabytes_travels_whole(tmp_path: Path) -> None:
+    config = config_of("fedavg", clients=2, rounds=1, net__hidden=72_000, partition__samples=20)
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    federation, out = Loopback(tmp_path / "fl", TWO), tmp_path / "run"
+    try:
+        federation.join_all()
+        federation.serve(str(tmp_path / "config.toml"), out)
+        federation.wait(400)
+    finally:
+        federation.close()
+    local = start(config, tmp_path / "local", "cpu", 1)
+    require_same(out, local, federation.sites, TWO)
+    assert len(state_of(out)) > 40_000_000
+
+
+@pytest.mark.flower
+def test_flwr_run_gives_the_same_numbers(tmp_path: Path) -> None:
+    """Flower's own commands, as those use them who run Flower already."""
+    config, port = config_of("fedrep", clients=2, evaluate_every=2), free_port()
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "config.toml").write_text(f"[superlink.here]\naddress = '127.0.0.1:{port}'\ninsecure = true\n")
+    source = str(Path(fedtailor.__file__).parents[1])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**environment(home), "PATH": path, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def launch(*words: str) -> None:
+        with (tmp_path / f"{words[0]}-{len(started)}.log").open("wb") as file:
+            process = subprocess.Popen(words, stdout=file, stderr=file, env=env, start_new_session=True)
+        started.append(process)
+
+    try:
+        launch("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port))
+        for i in range(2):
+            node = f"partition-id={i} state='{tmp_path / 'sites' / TWO[i]}'"
+            at = ["--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1", "--port", str(free_port())]
+            launch("flower-supernode", "--insecure", *at, "--node-config", node)
+        time.sleep(10)
+        options = f"config='{tmp_path / 'config.toml'}' out='{tmp_path / 'run'}'"
+        asked = ["flwr", "run", str(APP), "here", "--run-config", options, "--stream"]
+        done = subprocess.run(asked, env=env, capture_output=True, text=True, timeout=400, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        for process in started:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    local = start(config, tmp_path / "local", "cpu", 1)
+    require_same(tmp_path / "run", local, tmp_path / "sites", TWO)
 
 
 def limit(process: int, size: int) -> None:

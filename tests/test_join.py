@@ -101,6 +101,17 @@ def test_the_newcomers_network_is_exported_and_reported(fedavg: Path, newcomer: 
     assert model.about["client"] == "berlin"
 
 
+def test_fine_tuning_stops_where_val_is_best(newcomer: Path, tmp_path: Path) -> None:
+    """FedAvg leaves clients nothing of their own: newcomers fine-tune its model, never to the worse on val."""
+    run = start(config_of("fedavg", "", rounds=2, clients=2), tmp_path / "run", "cpu", 1)
+    found: dict[int, float] = {}
+    for tune in (-1, 0, 3):
+        out = join(run, f"folder:{newcomer}", "berlin", tmp_path / f"{tune}", device="cpu", say=SILENT, tune=tune)
+        found[tune] = Results.read(out).per_client("personal_accuracy", "val")[0]
+    assert found[0] <= found[3] <= found[-1]
+    assert found[0] < found[-1]
+
+
 def test_the_same_from_python(fedavg: Path, newcomer: Path, tmp_path: Path) -> None:
     made = ft.load(fedavg).onboard(f"folder:{newcomer}", "berlin", out=tmp_path / "out", device="cpu")
     assert made.export(int8=False) == [tmp_path / "out" / "export" / "berlin"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from fedtailor import values
@@ -20,11 +21,17 @@ from fedtailor.engine.crowd import Waiting
 from fedtailor.engine.site import Site
 from fedtailor.engine.wire import Parcel, pack, unpack
 from fedtailor.errors import UserError
-from fedtailor.registry import names
+from fedtailor.export.write import export_run
+from fedtailor.registry import lookup, names
 from fedtailor.report.html import write_report
 from fedtailor.runs.execute import Watcher, resume, start
+from fedtailor.runs.join import join, refit
+from fedtailor.runs.results import Results
 from fedtailor.runs.serve import serve
-from grid import MemoryPost
+from fedtailor.runs.welcome import welcome
+from fedtailor.spaces.base import paste
+from grid import MemoryPost, quiet
+from test_join import write_digits
 from tools import rows, small_config
 
 NAMES = tuple(f"client-{i:03d}" for i in range(4))
@@ -80,7 +87,7 @@ def state_of(folder: Path) -> bytes:
 
 
 def network_of(sites: Path, name: str) -> bytes:
-    return next(sites.glob(f"{name}/*/network.safetensors")).read_bytes()
+    return next(sites.glob(f"{name}/*/nets/000000.safetensors")).read_bytes()
 
 
 def require_same(served: Path, local: Path, sites: Path, clients: tuple[str, ...] = NAMES) -> None:
@@ -111,6 +118,68 @@ def test_held_out_clients_join_over_messages(tmp_path: Path) -> None:
     served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", clients), clients)
     require_same(served, local, tmp_path / "sites", clients)
     assert len([r for r in rows(served) if ",test,new_accuracy," in r]) == 2
+
+
+@pytest.mark.parametrize("method", ["perfedrlnas", "fedrep", "pfedhn", "fedavg"])
+def test_a_newcomer_joins_a_served_run_as_it_joins_a_local_one(method: str, tmp_path: Path) -> None:
+    """Search on the frozen supernet, a head of its own, a new embedding, a fine-tuned copy: bit for bit the same."""
+    config = config_of(method, clients=2, participants=2, evaluate_every=2)
+    photos = write_digits(tmp_path / "photos", np.arange(1500, 1560), scale=2)
+    local = start(config, tmp_path / "local", "cpu", 1)
+    joined = join(local, f"folder:{photos}", "berlin", tmp_path / "joined", device="cpu", workers=1, say=quiet)
+    served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", NAMES[:2]), NAMES[:2])
+    before = {p: p.read_bytes() for p in served.rglob("*") if p.is_file()}
+    post, listener = MemoryPost(tmp_path / "sites", ("client-000", "berlin"), data=f"folder:{photos}"), Listener()
+    assert welcome(served, post, 1, watch=listener) == ["berlin"]
+    assert "'client-000' is not taken in: it was in the run" in listener.said
+    assert "berlin has its network: accuracy on val" in listener.said
+    assert {p: p.read_bytes() for p in served.rglob("*") if p.is_file()} == before  # the run is left as it is
+    (home,) = (p.parent for p in (tmp_path / "sites" / "berlin").glob("*/run.json"))
+    for file in ("nets/000000.safetensors", "offer.safetensors", "events.csv", "data.npz"):
+        assert (home / file).read_bytes() == (joined / file).read_bytes(), file
+    card = lookup("method", method).card
+    sent = [unpack(answer)["worked"]["reply"] for name, _, answer in post.sent if unpack(answer)["worked"]]
+    assert all(not card.up.undeclared(r["weights"]["names"], r["extra"]["names"], r["facts"]) for r in sent)
+    assert len(sent) == {"perfedrlnas": 20, "pfedhn": 20}.get(method, 0)
+
+
+def test_who_cannot_join_a_served_run(tmp_path: Path) -> None:
+    config, said = config_of("fedavg", clients=2, rounds=1), []
+    photos = write_digits(tmp_path / "photos", np.arange(1500, 1530), scale=2)
+    (photos / "3").rename(photos / "three")
+    served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", NAMES[:2]), NAMES[:2])
+    listener, post = Listener(), MemoryPost(tmp_path / "sites", ("berlin", "paris"), data=f"folder:{photos}")
+    post.sites[1].say = said.append
+    post.sites[2].data = f"folder:{write_digits(tmp_path / 'more', np.arange(1500, 1530))}"
+    assert welcome(served, post, 1, watch=listener) == ["paris"]
+    assert "berlin has a problem: its data cannot be used" in listener.said
+    assert any("the run knows no class 'three'" in text for text in said)
+    with pytest.raises(UserError, match="--onboard"):
+        join(served, f"folder:{photos}", "berlin", tmp_path / "out", say=quiet)
+    with pytest.raises(UserError, match="was not served"):
+        welcome(start(config, tmp_path / "local", "cpu", 1), post, 1)
+
+
+def test_a_real_client_takes_its_network_home_and_fits_it_again(tmp_path: Path) -> None:
+    """Its folder is a run folder: it is exported, and made again from new data, without a server."""
+    root, clients = folders(tmp_path / "data", lacking="cyst"), ("ash", "birch", "cedar")
+    post = MemoryPost(tmp_path / "sites", clients)
+    for site in post.sites.values():
+        site.data = f"folder:{root / site.name}"
+    served = serve(config_of("ditto", clients=3, **NATURAL), tmp_path / "run", post, clients)
+    (home,) = (p.parent for p in (tmp_path / "sites" / "birch").glob("*/run.json"))
+    home = home.rename(tmp_path / "moved")
+    (exported,) = export_run(home, int8=False, say=quiet)
+    assert exported.card["warnings"] == []
+    assert exported.card["classes"] == ["benign", "cyst", "tumour"]
+    ids = {site.name: i for i, site in enumerate(post.sites.values())}
+    (row,) = (r for r in rows(served) if r.split(",")[1] == str(ids["birch"]) and ",test,personal_accuracy," in r)
+    assert exported.card["accuracy"]["test"]["accuracy"] == float(row.split(",")[-1])
+    out, compared = refit(home, "birch", f"folder:{root / 'birch'}", tmp_path / "again", epochs=0, say=quiet)
+    assert compared["val"][0] == compared["val"][1]  # the same pictures and no more training: the same network
+    assert Results.read(out).facts["joined"]["run"] == home.name
+    with pytest.raises(UserError, match="with its clients"):
+        export_run(served)
 
 
 def test_one_message_per_client_and_round(tmp_path: Path) -> None:
@@ -165,18 +234,33 @@ def _impersonate(value: dict[str, Any]) -> None:
     value["client"] = "client-000"
 
 
-@pytest.mark.parametrize("attack", [_nan, _rename, _other_method, _replay, _impersonate])
-def test_a_hostile_reply_is_named_and_nothing_of_it_is_merged(attack: Any, tmp_path: Path) -> None:
-    config = config_of("fedavg", participants=4)
+def _huge(value: dict[str, Any]) -> None:
+    value["worked"]["reply"]["weights"]["tensors"].append(torch.zeros(4_000_000))
+
+
+def _undeclared(value: dict[str, Any]) -> None:
+    value["worked"]["reply"]["facts"] = {"loss": 0.5, "patients": 12}
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The server's state after a run to which client-001 has given nothing."""
 
     def lost(name: str, request: Parcel, response: Parcel) -> Parcel | str:
         return "gone" if name == "client-001" and unpack(response)["worked"] else response
 
-    without = serve(config, tmp_path / "a", MemoryPost(tmp_path / "sa", NAMES, lost), NAMES)
+    folder = tmp_path_factory.mktemp("without")
+    post = MemoryPost(folder / "sites", NAMES, lost)
+    return state_of(serve(config_of("fedavg", participants=4), folder / "run", post, NAMES))
+
+
+@pytest.mark.parametrize("attack", [_nan, _rename, _other_method, _replay, _impersonate, _huge, _undeclared])
+def test_a_hostile_reply_is_named_and_nothing_of_it_is_merged(attack: Any, without: bytes, tmp_path: Path) -> None:
+    config = config_of("fedavg", participants=4)
     listener = Listener()
     attacked = serve(config, tmp_path / "b", MemoryPost(tmp_path / "sb", NAMES, changed(attack)), NAMES, watch=listener)
     assert "a message of client-001 is refused" in listener.said
-    assert state_of(attacked) == state_of(without)
+    assert state_of(attacked) == without
     assert [r for r in rows(attacked) if ",missing_refused," in r] == [
         "1,1,,missing_refused,1",
         "2,1,,missing_refused,1",
@@ -212,11 +296,43 @@ def test_a_round_ends_at_the_deadline_and_a_late_reply_is_not_used(tmp_path: Pat
     config = config_of("ditto", participants=4, rounds=3)
     folder = serve(config, tmp_path / "run", post, NAMES, waiting=Waiting(0.05, 2), watch=listener)
     assert "late: client-002" in listener.said
-    assert "client-002 answered round 1 too late: not used" in listener.said
+    assert "client-002 answered round 1 too late" in listener.said
+    assert "the reply of client-002 to round 1 is not used" in listener.said
     assert any(states["client-002"] == "late" for states in listener.states)
     losses = [r.split(",")[:2] for r in rows(folder) if ",train,loss," in r]
     assert ["1", "2"] not in losses
     assert ["2", "2"] in losses
+
+
+def test_a_late_reply_counts_less_where_the_method_allows_it(tmp_path: Path) -> None:
+    """client-002's reply to round 1 comes in the midst of round 2, in which it is not asked."""
+    held: list[tuple[str, Parcel]] = []
+
+    def slow(name: str, request: Parcel, response: Parcel) -> Parcel | None:
+        worked = unpack(response)["worked"]
+        if name == "client-002" and worked and not held:
+            held.append((f"m{len(post.sent) - 1}", response))
+            return None
+        if name == "client-003" and worked and unpack(request)["work"]["round"] == 2:
+            post._replies[held[0][0]] = held[0][1]
+        return response
+
+    post = MemoryPost(tmp_path / "sites", NAMES, slow)
+    config = config_of("perfedrlnas", participants=4, rounds=2, evaluate_every=2)
+    folder = serve(config, tmp_path / "run", post, NAMES, waiting=Waiting(0.05, 2))
+    assert [r for r in rows(folder) if ",stale," in r] == ["2,2,,stale,1"]
+    before, after = (values.read_value(folder / "checkpoints" / f"server-00000{i}.safetensors") for i in (1, 2))
+    parts = []
+    for name in NAMES:  # everybody's last reply to a task; client-002 has given one, and counts by b / (b + 1), b = 10
+        told = [(unpack(q)["seat"], unpack(a)["worked"]) for n, q, a in post.sent if n == name]
+        seat, worked = [pair for pair in told if pair[1]][-1]
+        samples = round(seat["samples"] * 10 / 11) if name == "client-002" else seat["samples"]
+        weights = worked["reply"]["weights"]
+        named = dict(zip(weights["names"], weights["tensors"], strict=True))
+        parts.append((named, worked["reply"]["arch"], float(samples)))
+    expected = paste(config.make_space((1, 8, 8), 10), before["weights"], parts)
+    for name, tensor in after["weights"].items():
+        assert torch.allclose(tensor, expected[name], atol=1e-6)
 
 
 def test_a_lost_client_is_asked_again_when_it_is_back(tmp_path: Path) -> None:
@@ -334,6 +450,12 @@ def test_keys_and_clients_must_agree(tmp_path: Path) -> None:
         serve(config_of("fedavg", clients=3), tmp_path / "run", MemoryPost(tmp_path / "s", NAMES), NAMES)
 
 
+def test_the_guide_says_of_every_method_what_the_server_sees() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text()
+    table = page.partition("## What the server sees")[2].partition("\n## ")[0]
+    assert [m for m in names("method") if f"`{m}`" not in table] == []
+
+
 # data of one's own --------------------------------------------------------------------------------------------------
 
 
@@ -398,6 +520,24 @@ def test_a_method_of_ones_own_runs_where_it_is_trusted(tmp_path: Path) -> None:
     for site in post.sites.values():
         site.trust = (own,)
     require_same(serve(config, tmp_path / "served", post, NAMES), local, tmp_path / "sites")
+
+
+def test_what_a_method_does_not_declare_does_not_leave_a_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = (Path(__file__).parent.parent / "examples" / "own_method.py").read_text()
+    more, none = tmp_path / "more.py", tmp_path / "none.py"
+    more.write_text(example.replace('facts={"loss": loss}', 'facts={"loss": loss, "patients": 7}'))
+    none.write_text(example.replace("card: ClassVar[Card] =", "notes: ClassVar[Card] ="))
+    monkeypatch.setattr(remote, "TRIES", 1)
+    listener, post = Listener(), MemoryPost(tmp_path / "sites", NAMES[:1])
+    post.sites[1].trust = (str(more),)
+    with pytest.raises(UserError, match="nothing that could be used"):
+        serve(config_of(str(more), clients=1, participants=1), tmp_path / "more", post, NAMES[:1], watch=listener)
+    assert "client-000 has a problem: it kept back a reply" in listener.said
+    assert not any(b"patients" in answer.data or "patients" in answer.layout for _, _, answer in post.sent)
+    with pytest.raises(UserError, match="it has no card"):
+        serve(config_of(str(none), clients=1, participants=1), tmp_path / "none", post, NAMES[:1])
 
 
 def test_a_client_refuses_a_run_whose_name_is_a_path(tmp_path: Path) -> None:

@@ -164,3 +164,11 @@ def test_a_client_may_choose_its_part_of_a_supernet_but_not_more() -> None:
         wire.check_reply(Reply(weights, arch), task, space)
     with pytest.raises(Refused, match="the client was given"):
         wire.check_reply(Reply(part, arch), Task(part, space.largest), space)
+
+
+def test_changes_of_a_large_network_may_travel_beside_it() -> None:
+    """SCAFFOLD's control variates and pFedHN's differences are as large as the network."""
+    large = {"body.weight": torch.zeros(1 << 19)}
+    wire.check_reply(Reply(large, extra={"dc:body.weight": torch.ones(1 << 19)}), Task(large), SPACE)
+    with pytest.raises(Refused, match="was not given"):
+        wire.check_reply(Reply(large, extra={"dc:body.weight": torch.ones(1 << 20)}), Task(large), SPACE)

@@ -27,6 +27,8 @@ from .nets.base import table_for
 from .spaces.base import Arch, Space, Weights
 from .spaces.measure import Cost, tensors_of
 
+TUNE = 10  # epochs, at most, for newcomers to methods that leave clients nothing of their own
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -49,7 +51,8 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
     """Accuracies of the state on val and, where the test store is given, on test; and the networks clients keep."""
     method, job = federation.method, federation.job
     trained, held_out = job.seats[: job.clients], job.seats[job.clients :]
-    events, kept = keep_networks(federation, method, state.server, trained, state.memories, test, "personal")
+    offers = _offers(federation, state.server, trained)
+    events, kept = keep_networks(federation, state.round, offers, state.memories, test, "personal")
     shared = method.shared(state.server)
     if shared is not None:
         shared = federation.sent(shared)
@@ -65,7 +68,8 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
             events += [Event(state.round, client.id, s, "global_accuracy", v) for s, v in found.items()]
     if held_out and test is not None:
         server, memories = onboard(federation, state, held_out)
-        more, more_kept = keep_networks(federation, method, server, held_out, memories, test, "new")
+        offers = _offers(federation, server, held_out)
+        more, more_kept = keep_networks(federation, state.round, offers, memories, test, "new")
         events, kept = events + more, kept + more_kept
     return events, kept
 
@@ -84,25 +88,30 @@ def onboard(federation: Rounds, state: State, seats: Sequence[Seat]) -> tuple[Se
     return server, memories
 
 
+def _offers(federation: Federation, server: Server, seats: Sequence[Seat]) -> list[tuple[Seat, Task]]:
+    return [(seat, federation.sent(federation.method.offer(server, seat))) for seat in seats]
+
+
 def keep_networks(
     federation: Federation,
-    method: Method,
-    server: Server,
-    seats: Sequence[Seat],
-    memories: dict[int, Memory],
+    round: int,
+    offers: Sequence[tuple[Seat, Task]],
+    memories: Mapping[int, Memory],
     test: Store | None,
     kind: str,
     epochs: float = 0.0,
+    tune: int = 0,
 ) -> tuple[list[Event], list[Kept]]:
-    """The networks that clients keep, and their accuracies. With `epochs` each trains on for these, in the end."""
-    round, last = server.round, test is not None
-    clients = [federation.client(seat, memories.get(seat.id, {}), round, keeping=True) for seat in seats]
+    """The networks that clients keep of what they are offered after a round, and their accuracies. With `epochs` each
+    trains on for these, in the end, and with `tune` for as many of these as val likes best."""
+    method, last = federation.method, test is not None
+    clients = [federation.client(seat, memories.get(seat.id, {}), round, keeping=True) for seat, _ in offers]
     work = [
         (
             f"personal network of client {c.name} after round {round}",
-            finish(method, federation.sent(method.offer(server, s)), c, _splits(federation, c.id, test), last, epochs),
+            finish(method, offer, c, _splits(federation, c.id, test), last, epochs, tune),
         )
-        for s, c in zip(seats, clients, strict=True)
+        for (_, offer), c in zip(offers, clients, strict=True)
     ]
     events: list[Event] = []
     kept: list[Kept] = []
@@ -113,20 +122,44 @@ def keep_networks(
 
 
 async def finish(
-    method: Method, offer: Task, client: Client, splits: dict[str, Split], last: bool, epochs: float = 0.0
+    method: Method,
+    offer: Task,
+    client: Client,
+    splits: dict[str, Split],
+    last: bool,
+    epochs: float = 0.0,
+    tune: int = 0,
 ) -> tuple[dict[str, float], Kept]:
-    """Makes a client's personal network, trains it on for some epochs and scores it.
+    """Makes a client's personal network, trains it on for some epochs, or up to some, and scores it.
 
     Its weights are kept when the run is over.
     """
     net = await method.personal(offer, client)
     if epochs:
         await client.fit(net, epochs=epochs)
+    if tune and client.size("val"):
+        await _tune(net, client, tune)
     await client.refresh(net)
     fold_prior(net, client)
     found = await scores(client, net, splits)
     weights = {n: t.detach().cpu().clone() for n, t in tensors_of(net).items()} if last else {}
     return found, Kept(client.id, net.space, net.arch, weights, client.cost(net))  # type: ignore[arg-type]
+
+
+async def _tune(net: nn.Module, client: Client, epochs: int) -> None:
+    """Fine-tunes a network epoch by epoch, at a tenth of the learning rate, and goes back to where val was best."""
+    best, kept = await client.score(net), client.copy(net)
+    for _ in range(epochs):
+        await client.fit(net, epochs=1, lr=client.local.lr / 10)
+        found = await client.score(net)
+        if found > best:
+            best, kept = found, client.copy(net)
+    client.load(net, kept)
+
+
+def tuning(method: Method) -> int:
+    """For how many epochs a newcomer fine-tunes at most: not at all where the method has a way of its own."""
+    return TUNE if method.card.personal == "none" else 0
 
 
 def personal_rows(

@@ -156,6 +156,7 @@ class Method(ABC):
     needs: ClassVar[Literal["net", "space"]] = "net"  # one fixed network, or choices to search among
     net_options: ClassVar[dict[str, Any]] = {}  # of [net], where the net has them and the config leaves them open
     example: ClassVar[dict[str, Any]] = {}  # dotted keys that the demo, or any small run, needs for this method
+    staleness: ClassVar[int] = 0  # rounds by which a real client's reply may be late and still be merged; 0: never
     one_network: ClassVar[str] = "it was written for one network"  # why clients cannot be given archs; "": they can
 
     @classmethod

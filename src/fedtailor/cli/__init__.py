@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -17,7 +18,16 @@ def main() -> None:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
-    from .main import app, console
+        except BrokenPipeError:  # whoever reads the answers, `head` for example, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+    try:
+        from .main import app, console
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"error: {error.name} is not installed. Only 'fedtailor predict' does without; the rest needs "
+            "'pip install fedtailor', without --no-deps."
+        )
 
     try:
         app()

@@ -27,6 +27,9 @@ def onboard_command(
     data: Source,
     name: Annotated[str, typer.Option(help="What the new client is called.")],
     out: Annotated[Path | None, typer.Option(help="Folder for its network; default: RUN/onboard/NAME.")] = None,
+    tune: Annotated[
+        int, typer.Option(help="Most epochs of fine-tuning; val decides how many. -1: 10 where the method has none.")
+    ] = -1,
     profile: Annotated[str, typer.Option(help="Its device, as in 'fedtailor fleet show'; default: the fleet's.")] = "",
     data_dir: DataDir = None,
     device: Device = "auto",
@@ -43,7 +46,7 @@ def onboard_command(
     from ..runs.join import join
 
     folder = out or run / "onboard" / folder_name([name], 0)
-    join(run, data, name, folder, data_dir, profile, device, say=_say)
+    join(run, data, name, folder, data_dir, profile, device, say=_say, tune=tune)
     _show(folder, export)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,7 +61,7 @@ def certs_command(
 
 
 def serve_command(
-    config: Annotated[str, typer.Argument(help="A preset or a TOML file.")],
+    config: Annotated[str, typer.Argument(help="A preset or a TOML file; with --onboard, a served run's folder.")],
     tls: Tls = None,
     insecure: Insecure = False,
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key.")] = None,
@@ -68,6 +71,8 @@ def serve_command(
     start_with: Annotated[int, typer.Option(help="Begin when this many clients are there; 0 = all.")] = 0,
     deadline: Annotated[float, typer.Option(help="Seconds until a round goes on without late clients; 0 = wait.")] = 0,
     quorum: Annotated[int, typer.Option(help="Replies without which a round does not end.")] = 1,
+    onboard: Annotated[int, typer.Option(help="Take in so many clients that were never in the run, then end.")] = 0,
+    profile: Annotated[str, typer.Option(help="With --onboard: the newcomers' device; default: the fleet's.")] = "",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")] = False,
 ) -> None:
     """Run a config with clients on other machines.
@@ -75,7 +80,13 @@ def serve_command(
     Starts Flower's SuperLink with TLS, lets in the nodes that have keys in DIR, and runs the rounds when they are
     there. A run that was stopped or killed goes on when its folder is given again.
 
-    Example: `fedtailor serve hospitals.toml --tls keys --out runs/hospitals`
+    With --onboard it gives newcomers their networks in the method's way, from a run that was served, or that is being
+    served on another port. The run is not changed.
+
+    Examples:
+
+    - `fedtailor serve hospitals.toml --tls keys --out runs/hospitals`
+    - `fedtailor serve runs/hospitals --tls keys --onboard 1`
     """
     _require_flower()
     from ..api import free_folder
@@ -84,14 +95,19 @@ def serve_command(
     from ..engine.crowd import Waiting
     from ..engine.flower.apps import GridPost
     from ..engine.flower.link import SuperLink
+    from ..runs.execute import read_facts
     from ..runs.results import Results
     from ..runs.serve import serve
+    from ..runs.welcome import welcome
     from .main import _write_report
     from .progress import crowd_watcher
 
     _require_safe(tls, insecure)
-    loaded = load(config, list(changes or []))
-    folder = out or free_folder(Path("runs"), loaded.data.name, loaded.method["name"])
+    if onboard:
+        folder, loaded, there = Path(config), None, set(read_facts(Path(config))["client_names"])
+    else:
+        loaded, there = load(config, list(changes or [])), set()
+        folder = out or free_folder(Path("runs"), loaded.data.name, loaded.method["name"])
     watch = crowd_watcher(console, quiet)
     keys = server_folder(tls) if tls else None
     link = SuperLink(host, port, keys, folder.parent / f".superlink-{port}", watch.say)
@@ -99,13 +115,20 @@ def serve_command(
         try:
             link.start()
             names = link.register(node_keys(keys)) if keys else None
+            names = names and {node: name for node, name in names.items() if name not in there}
+            if names == {}:
+                raise UserError(f"{tls} has no key of a newcomer. Make one: 'fedtailor certs {tls} --node NAME'")
             watch.say(f"listening on {host}:{port}" + (f" for {', '.join(names.values())}" if names else ""))
             with link.run() as grid:
                 post = GridPost(grid, names)
+                if loaded is None:
+                    welcome(folder, post, onboard, profile, watch)
+                    return
                 known = tuple(names.values()) if names else ()
                 serve(loaded, folder, post, known, start_with, Waiting(deadline, quorum), watch)
         except KeyboardInterrupt:
-            console.print(f"\nStopped. Continue with the same command and --out {folder}", soft_wrap=True)
+            again = "" if onboard else f" Continue with the same command and --out {folder}"
+            console.print(f"\nStopped.{again}", soft_wrap=True)
             raise typer.Exit(130) from None
         finally:
             link.close()
@@ -130,11 +153,15 @@ def join_command(
     trust: Annotated[
         list[str] | None, typer.Option(help="A method, space or net file of your own that runs may name. Repeatable.")
     ] = None,
+    export: Annotated[
+        bool, typer.Option("--export/--no-export", help="When a run is over, write a report and an ONNX file.")
+    ] = True,
 ) -> None:
     """Take part in a federation with this machine's data.
 
     Prints what leaves this machine, message by message. Stays until interrupted and connects again when the server
-    was away. Memory and the personal network are files of this machine.
+    was away. Memory and the personal network are files of this machine. Newcomers to a run that is over, or that goes
+    on, use the same command.
 
     Example: `fedtailor join fl.example.org:8000 --name hospital-3 --data folder:/srv/scans --tls hospital-3`
     """
@@ -158,9 +185,21 @@ def join_command(
         say(f"joins {address}; memory and network are kept in {folder}")
         say(f"data: {data or 'its share of the data set that the run names'}")
         try:
-            join(address, site, node_folder(tls, name) if tls else None, say)
+            take_home = partial(_take_home, export=export, say=say)
+            join(address, site, node_folder(tls, name) if tls else None, say, take_home)
         except KeyboardInterrupt:
             say("leaves")
+
+
+def _take_home(folder: Path, export: bool, say: Callable[[str], None]) -> None:
+    """What a client does with its folder when a run is over, in processes that give their memory back."""
+    say(f"the run is over: this client's network and all that belongs to it are in {folder}")
+    wanted = {"report": "matplotlib", "export": "onnx"} if export else {}
+    for command, package in wanted.items():
+        if find_spec(package) is None:
+            say(f"'fedtailor {command} {folder}' needs {package}, which is not installed")
+        else:
+            subprocess.run([sys.executable, "-m", "fedtailor", command, str(folder)], check=False)
 
 
 def _require_flower() -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .. import __version__
+from ..card import Message
 from ..errors import UserError
 from .site import PROBLEMS
-from .wire import SAMPLES_LIMIT, Parcel, Refused, Request, Response, read_response
+from .wire import SAMPLES_LIMIT, Parcel, Refused, Request, Response, Work, Worked, read_response
 
 POLL = 0.1  # seconds between looks for replies
 LOOK = 1.0  # seconds between looks for clients that came or went
@@ -30,8 +31,8 @@ class Post(Protocol):
         """Sends each node its parcel; returns the ids under which their replies will come."""
         ...
 
-    def receive(self, ids: Collection[str]) -> Sequence[tuple[str, Parcel | str]]:
-        """Replies that have come, by id; a text says why there will be none."""
+    def receive(self, ids: Collection[str]) -> Sequence[tuple[str, Parcel | Refused | str]]:
+        """Replies that have come, by id; a text says why there will be none, a refusal why it was not fetched."""
         ...
 
 
@@ -41,6 +42,15 @@ class Waiting:
 
     deadline: float = 0.0  # seconds for a round; 0: until everybody who was asked has answered or is gone
     quorum: int = 1  # replies without which a round does not end
+
+
+@dataclass(frozen=True)
+class Late:
+    """A reply that came after its round had ended."""
+
+    name: str
+    work: Work
+    worked: Worked
 
 
 @dataclass
@@ -71,11 +81,17 @@ class Crowd:
         config: str,
         say: Callable[[str], None] = print,
         show: Callable[[dict[str, str]], None] = lambda _: None,
+        declared: Message | None = None,
     ) -> None:
         self.post, self.run, self.config, self.say, self.show = post, run, config, say, show
+        self.declared = declared  # what the run's method says that clients send
         self.members: dict[str, Member] = {}
         self.expected: tuple[str, ...] = ()  # all names of the run, once they are known
+        self.known: tuple[str, ...] = ()  # names of clients that have had their turn
+        self.classes: tuple[str, ...] = ()  # of the run, and
+        self.shape: tuple[int, ...] = ()  # the shape of its images, once they are known
         self.late: dict[str, int] = {}  # rounds of which a memory was written after the deadline
+        self.stale: list[Late] = []  # replies that came after the deadline
         self._pending: dict[str, Pending] = {}
         self._nodes: Mapping[int, str] = {}
         self._asked: dict[int, float] = {}  # nodes that were asked who they are, and when
@@ -123,7 +139,7 @@ class Crowd:
         ]
         for node in fresh:
             self._asked[node] = time.monotonic()
-        self._send({node: Request(self.run, new_number(), self.config) for node in fresh}, "")
+        self._send({node: Request(self.run, new_number(), self.config, self.classes) for node in fresh}, "")
 
     def gather(self, count: int, names: Collection[str] = ()) -> None:
         """Waits until so many clients (of these names, where they are given) are there."""
@@ -195,7 +211,8 @@ class Crowd:
                 if isinstance(response, Response) and response.worked and pending.request.work:
                     if response.worked.remembers:
                         self.late[pending.name] = pending.request.work.round
-                    self.say(f"{pending.name} answered round {pending.request.work.round} too late: not used")
+                    self.stale.append(Late(pending.name, pending.request.work, response.worked))
+                    self.say(f"{pending.name} answered round {pending.request.work.round} too late")
             else:
                 found.append((pending.name, response))
         self._show()
@@ -217,14 +234,16 @@ class Crowd:
             self._pending[number] = Pending(node, name, requests[node])
         self._show()
 
-    def _read(self, pending: Pending, content: Parcel | str) -> Response | str:
+    def _read(self, pending: Pending, content: Parcel | Refused | str) -> Response | str:
         who = pending.name or self._nodes.get(pending.node, "") or f"node {pending.node}"
         if isinstance(content, str):
             self.say(f"{who} gave no answer: {content}")
             return "lost"
         try:
+            if isinstance(content, Refused):
+                raise content
             name = pending.name or _claimed(content)
-            response = read_response(content, pending.request, name)
+            response = read_response(content, pending.request, name, self.declared)
         except Refused as error:
             self.say(f"a message of {who} is refused: {error}")
             return "refused"
@@ -243,6 +262,8 @@ class Crowd:
             why = f"its key is registered for '{registered}'"
         elif name in self.members and self.members[name].node in self._nodes and self.members[name].node != node:
             why = "a client of this name is here already"
+        elif name in self.known:
+            why = "it was in the run and has its network"
         elif self.expected and name not in self.expected:
             why = "the run has no client of this name"
         elif about.get("fedtailor") != __version__:
@@ -256,10 +277,10 @@ class Crowd:
         self.say(f"{name} is here with {about['samples']} training images")
 
     def _misfit(self, about: dict[str, Any]) -> str:
-        for name, member in self.members.items():
-            if member.about["shape"] != about["shape"]:
-                theirs = member.about["shape"]
-                return f"its images are {about['shape']} (channels, height, width), those of {name} {theirs}"
+        theirs = {"the run": list(self.shape)} if self.shape else {n: m.about["shape"] for n, m in self.members.items()}
+        for name, shape in theirs.items():
+            if shape != about["shape"]:
+                return f"its images are {about['shape']} (channels, height, width), those of {name} {shape}"
         return ""
 
 

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..errors import UserError
 from ..evaluate import Kept, onboard, personal_rows
+from ..fleet.clock import round_seconds
 from ..fleet.fleet import Fleet, FleetConfig
 from ..method import Job, Method, Reply, Seat, Server, Task
+from ..values import bytes_of
 from .crowd import AGAIN, Crowd, Waiting, new_number
 from .loop import Answer, Event, Memory, Rounds, State
 from .wire import Evaluate, Evaluated, Request, Response, Work
@@ -42,6 +44,7 @@ class RemoteFederation(Rounds):
         self._job_for = job_for  # the job with other numbers of samples
         self._evaluation: dict[int, Evaluate] = {}  # what clients evaluate along with their next work
         self._lost: set[int] = set()  # clients whose memory is gone
+        self._stale: list[Reply] = []  # late replies that the next merge uses
         self._joining = False
         self.precision = "fp32"  # of the clients, which compute on CPUs
 
@@ -101,10 +104,33 @@ class RemoteFederation(Rounds):
         else:
             raise UserError(f"round {number}: clients answered {TRIES} times, but nothing that could be used.")
         events += [Event(number, who, "", f"missing_{why}", 1) for who, why in sorted(missing.items()) if who in orders]
+        if not self._joining:
+            events += self._take_late(number, answers)
         return [answers.get(seat.id) for seat in seats]
+
+    def _take_late(self, number: int, answers: Mapping[int, Answer]) -> list[Event]:
+        """Takes up replies to earlier rounds as far as the method allows. A client counts once, by its newest reply.
+
+        With the method's tolerance b, a reply that is `age` rounds old counts by b / (b + age) of its samples.
+        """
+        seats, bound = {seat.name: seat for seat in self.job.seats}, self.method.staleness
+        taken: dict[int, tuple[int, Reply]] = {}
+        for late in sorted(self.crowd.stale, key=lambda late: late.work.round):
+            seat, age, reply = seats[late.name], number - late.work.round, late.worked.reply
+            if seat.id in answers or age > bound:
+                self.crowd.say(f"the reply of {late.name} to round {late.work.round} is not used")
+                continue
+            down, up = (bytes_of([m.weights, m.extra]) for m in (late.work.task, reply))
+            seconds = round_seconds(seat.profile, down, up, late.worked.flops)
+            samples = max(1, round(seat.samples * bound / (bound + age)))
+            taken[seat.id] = age, dataclasses.replace(reply, client=seat.id, samples=samples, seconds=seconds)
+        self.crowd.stale.clear()
+        self._stale = [reply for _, reply in taken.values()]
+        return [Event(number, who, "", "stale", age) for who, (age, _) in sorted(taken.items())]
 
     def merge(self, method: Method, server: Server, replies: Sequence[Reply]) -> Server:
         """Merges replies; one that the method cannot use by itself is left out, whatever it holds."""
+        replies, self._stale = sorted([*replies, *self._stale], key=lambda reply: reply.client), []
         try:
             return method.merge(server, replies)
         except Exception as error:
@@ -131,22 +157,25 @@ class RemoteFederation(Rounds):
         found, _ = self._ask({}, orders)
         events = self._evaluated(orders, found, "personal", state.round)
         held_out = [s for s in self.job.seats[self.job.clients :] if self.crowd.ready(s.name)]
-        if held_out:
-            self._joining = True
-            server, memories = onboard(self, state, held_out)
-            orders = {
-                s.id: Evaluate(
-                    state.round,
-                    self.sent(self.method.offer(server, s)),
-                    memories.get(s.id, {}).get("round", 0),
-                    last=True,
-                )
-                for s in held_out
-                if self.crowd.ready(s.name)
-            }
-            found, _ = self._ask({}, orders)
-            events += self._evaluated(orders, found, "new", state.round)
-        return events, []
+        return events + (self.take_in(state, held_out, "new") if held_out else []), []
+
+    def take_in(self, state: State, seats: Sequence[Seat], kind: str, tune: int = 0) -> list[Event]:
+        """Lets clients that never trained join in the method's way; their networks and folders are made at theirs."""
+        self._joining = True
+        server, memories = onboard(self, state, seats)
+        orders = {
+            s.id: Evaluate(
+                state.round,
+                self.sent(self.method.offer(server, s)),
+                memories.get(s.id, {}).get("round", 0),
+                last=True,
+                tune=tune,
+            )
+            for s in seats
+            if self.crowd.ready(s.name)
+        }
+        found, _ = self._ask({}, orders)
+        return self._evaluated(orders, found, kind, state.round)
 
     # the exchange -----------------------------------------------------------------------------------------------
 

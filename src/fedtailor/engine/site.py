@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,14 @@ from ..data import partition as partitions
 from ..data.dataset import Dataset
 from ..data.federation import Store, stores
 from ..data.partition import TEST, TRAIN, VAL, Partition
+from ..data.pixels import Reading
 from ..data.rules import split_of
 from ..data.sources import load as load_data
 from ..errors import UserError
-from ..evaluate import finish, network_value, scores
+from ..evaluate import Kept, finish, personal_rows, scores
+from ..fleet.fleet import Device
 from ..method import Job, Method, Seat
+from ..runs.alone import Offered, deal_of, part_of, write_alone
 from ..spaces.base import Space
 from ..values import Value, on_device, read_value, write_value
 from .client import Client
@@ -43,6 +47,7 @@ from .wire import (
     Response,
     Work,
     Worked,
+    check_declared,
     describe,
     read_request,
     unpack,
@@ -54,6 +59,7 @@ PROBLEMS = {
     "memory": "its memory is lost",
     "disk": "its disk cannot be written",
     "work": "its work failed",
+    "undeclared": "it kept back a reply that holds more than the method declares",
 }
 
 
@@ -69,9 +75,13 @@ class Problem(Exception):
 class Desk:
     """What a client needs for one run, ready."""
 
+    run: str
+    config: Config
     job: Job
     seat: Seat
     method: Method
+    own: Dataset  # the client's images, labels numbered as in the run
+    deal: Partition  # of them, into splits
     learn: Store
     test: Store
 
@@ -79,6 +89,7 @@ class Desk:
 class Site:
     """One client's machine.
 
+    At the end of a run it keeps a run folder of its own, with its data and its network; `over` holds the new ones.
     `data` names the client's own data, all of it; without it, the client takes its share of the run's data set, as the
     run's partition deals it. `trust` lists method, space and net files of the client's own that a run may name.
     """
@@ -96,8 +107,9 @@ class Site:
         self.name, self.folder, self.data, self.data_dir = name, folder, data, data_dir
         self.trust, self.say = trust, say
         self.engine = LocalEngine(torch.device(device), 1)
+        self.over: SimpleQueue[Path] = SimpleQueue()
         self._desks: dict[tuple[Any, ...], Desk] = {}  # of the latest run
-        self._sets: dict[str, Dataset] = {}
+        self._sets: dict[tuple[str, Reading], Dataset] = {}
 
     def answer(self, parcel: Parcel) -> Parcel:
         """The response to a request, whatever happens."""
@@ -120,7 +132,8 @@ class Site:
     def _respond(self, request: Request) -> Response:
         config = self._config(request.config)
         if request.seat is None:
-            return Response(request.run, request.number, self.name, about=self._about(config))
+            about = self._about(config, request.classes)
+            return Response(request.run, request.number, self.name, about=about)
         if request.seat.name != self.name:
             raise Refused(f"it is for '{request.seat.name}', this is '{self.name}'")
         desk = self._desk(config, request)
@@ -133,27 +146,45 @@ class Site:
 
     def _evaluate(self, desk: Desk, order: Evaluate, folder: Path) -> Evaluated:
         memory = self._memory(folder, order.memory)
-        who = desk.seat.id
-        splits = {"val": desk.learn.split(who, VAL)} | ({"test": desk.test.split(who, TEST)} if order.last else {})
+        splits = {"val": desk.learn.split(0, VAL)} | ({"test": desk.test.split(0, TEST)} if order.last else {})
         splits = {name: split for name, split in splits.items() if split.size}
         keeper = self._client(desk, memory, order.round, keeping=True)
         label = f"personal network after round {order.round}"
-        found, kept = self._run(label, finish(desk.method, order.offer, keeper, splits, order.last))
+        found, kept = self._run(label, finish(desk.method, order.offer, keeper, splits, order.last, tune=order.tune))
         shared: dict[str, float] = {}
         if order.shared is not None:
             client = self._client(desk, memory, order.round)
             model = desk.method.build(order.shared, client)
             shared = self._run("the server's model", scores(client, model, splits))
         if order.last:
-            self._write(folder / "network.safetensors", network_value(kept, desk.job.space))
+            self._keep(desk, Offered(order.offer, memory, order.round), kept, found, folder)
         # an arch that the client found for itself is its own business, and so is what it costs
         known = order.last and kept.space == desk.job.space and kept.arch == order.offer.arch
         return Evaluated(found, shared, dict(kept.facts) if known else {})
+
+    def _keep(self, desk: Desk, offered: Offered, kept: Kept, found: dict[str, float], folder: Path) -> None:
+        """Writes the client's own run folder."""
+        seat, config = desk.seat, desk.config
+        device = Device(seat.profile, seat.budget)
+        rows = personal_rows(offered.round, seat.id, "personal", found, kept.facts)
+        facts = {"joined": {"run": desk.run, "source": desk.own.name}, "normalised_as": desk.own.name}
+        where = self.engine.device
+        try:
+            write_alone(
+                *(folder, config, desk.method, desk.own, desk.deal, seat, device, offered, kept, rows, where, facts)
+            )
+        except UserError as error:
+            raise Problem("disk", error) from error
+        self.over.put(folder)
 
     def _work(self, desk: Desk, order: Work, folder: Path, keep: int) -> Worked:
         client = self._client(desk, self._memory(folder, order.memory), order.round)
         method = desk.method.onboarding()[0] if order.joining else desk.method
         reply = self._run(f"round {order.round}", method.work(order.task, client))
+        try:
+            check_declared(reply, desk.method.card.up)
+        except Refused as error:
+            raise Problem("undeclared", error) from error
         if client.memory:
             for path in _memories(folder):
                 if int(path.stem.partition("-")[2]) > order.round:  # of rounds that the server has gone back behind
@@ -164,7 +195,7 @@ class Site:
         return Worked(reply, client.flops, bool(client.memory))
 
     def _client(self, desk: Desk, memory: dict[str, Any], round: int, keeping: bool = False) -> Client:
-        train, val = (desk.learn.split(desk.seat.id, which) for which in (TRAIN, VAL))
+        train, val = (desk.learn.split(0, which) for which in (TRAIN, VAL))
         return Client(desk.job, desk.seat, train, val, memory, round, self.engine, keeping)
 
     def _run(self, label: str, work: Any) -> Any:
@@ -212,14 +243,15 @@ class Site:
         return self._config(text).make_space(shape, classes)
 
     def _dataset(self, config: Config) -> Dataset:
-        name = self.data or config.data.name
-        if name not in self._sets:
+        """The client's data, its pictures made into the size and colour that the run asks for."""
+        key = (self.data or config.data.name, config.data.reading)
+        if key not in self._sets:
             folder = self.data_dir or ("" if self.data else config.data.dir)
             try:
-                self._sets = {name: load_data(name, Path(folder) if folder else None)}
+                self._sets = {key: load_data(key[0], Path(folder) if folder else None, key[1], self.say)}
             except (UserError, OSError) as error:
                 raise Problem("data", error) from error
-        return self._sets[name]
+        return self._sets[key]
 
     def _share(self, config: Config, dataset: Dataset) -> tuple[int, Partition]:
         """The client's place and part in the run's own partition."""
@@ -233,11 +265,13 @@ class Site:
             raise Problem("data", error)
         return partition.names.index(self.name), partition
 
-    def _about(self, config: Config) -> dict[str, Value]:
+    def _about(self, config: Config, classes: tuple[str, ...]) -> dict[str, Value]:
         dataset = self._dataset(config)
+        if classes:
+            _in_classes(dataset, classes)
         if self.data:
-            rules, classes = config.make_partition(), len(dataset.classes)
-            split = split_of(0, dataset.labels, classes, rules, config.seed, dataset.split)
+            rules, known = config.make_partition(), len(dataset.classes)
+            split = split_of(0, dataset.labels, known, rules, config.seed, dataset.split)
             samples = int((split == TRAIN).sum())  # as many whatever the seat
         else:
             place, partition = self._share(config, dataset)
@@ -260,17 +294,16 @@ class Site:
         if self.data:
             own = _in_classes(dataset, request.classes)
             split = split_of(seat.id, own.labels, len(request.classes), config.make_partition(), config.seed, own.split)
-            owner = np.full(len(own), seat.id, np.int32)
-            partition = Partition(owner, split, seat.id + 1, 0, "", {}, (self.name,))
         else:
-            own = dataset
             place, partition = self._share(config, dataset)
             if place != seat.id:
                 raise Refused(f"it gives '{self.name}' place {seat.id}, the partition gives it {place}")
-            partition = dataclasses.replace(partition, owner=np.where(partition.owner == place, place, -1))
+            mine = np.flatnonzero(partition.owner == place)
+            own, split = part_of(dataset, mine), partition.split[mine]
+        deal = deal_of(own, split, request.run, self.name)
         job = Job(seat.space, (seat,), config.clients, config.participants, config.rounds, config.seed, config.local)
-        learn, test = stores(own, partition, self.engine.device)
-        return Desk(job, seat, config.make_method(), learn, test)
+        learn, test = stores(own, deal, self.engine.device)
+        return Desk(request.run, config, job, seat, config.make_method(), own, deal, learn, test)
 
 
 def _name_in(table: object) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..card import Message
 from ..errors import UserError
 from ..fleet.budget import Budget
 from ..fleet.profile import Profile
@@ -124,6 +125,7 @@ class Evaluate:
     memory: int
     shared: Task | None = None  # the server's model, to be scored too
     last: bool = False
+    tune: int = 0  # epochs of fine-tuning, as many of them as val likes best
 
 
 @dataclass(frozen=True)
@@ -151,15 +153,16 @@ class Request:
                 "evaluate": self.evaluate
                 and {
                     "round": self.evaluate.round,
-                    "offer": _task_value(self.evaluate.offer),
+                    "offer": task_value(self.evaluate.offer),
                     "memory": self.evaluate.memory,
-                    "shared": self.evaluate.shared and _task_value(self.evaluate.shared),
+                    "shared": self.evaluate.shared and task_value(self.evaluate.shared),
                     "last": self.evaluate.last,
+                    "tune": self.evaluate.tune,
                 },
                 "work": self.work
                 and {
                     "round": self.work.round,
-                    "task": _task_value(self.work.task),
+                    "task": task_value(self.work.task),
                     "memory": self.work.memory,
                     "joining": self.work.joining,
                 },
@@ -181,12 +184,13 @@ def read_request(value: Value, space_of: Callable[[str, tuple[int, int, int], in
             evaluate
             and Evaluate(
                 int(evaluate["round"]),
-                _task_of(evaluate["offer"]),
+                task_of(evaluate["offer"]),
                 int(evaluate["memory"]),
-                evaluate["shared"] and _task_of(evaluate["shared"]),
+                evaluate["shared"] and task_of(evaluate["shared"]),
                 bool(evaluate["last"]),
+                int(evaluate["tune"]),
             ),
-            work and Work(int(work["round"]), _task_of(work["task"]), int(work["memory"]), bool(work["joining"])),
+            work and Work(int(work["round"]), task_of(work["task"]), int(work["memory"]), bool(work["joining"])),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(f"it is no request of this package ({type(error).__name__}: {error})") from error
@@ -197,6 +201,7 @@ def _seat_value(seat: Seat) -> Value:
         **{name: getattr(seat, name) for name in ("id", "name", "samples", "hard", "batch", "images")},
         "profile": asdict(seat.profile),
         "budget": seat.budget.limits,
+        "arch": seat.arch,
         "input": list(seat.space.input),
     }
 
@@ -213,14 +218,15 @@ def _seat_of(value: Value, space: Space) -> Seat:
         space,
         int(value["batch"]),
         int(value["images"]),
+        tuple(value["arch"]),
     )
 
 
-def _task_value(task: Task | Reply) -> Value:
+def task_value(task: Task | Reply) -> Value:
     return {"weights": _listed(task.weights), "arch": task.arch, "extra": _listed(task.extra), "facts": task.facts}
 
 
-def _task_of(value: Value) -> Task:
+def task_of(value: Value) -> Task:
     return Task(_named(value["weights"]), value["arch"], _named(value["extra"]), value["facts"])
 
 
@@ -271,7 +277,7 @@ class Response:
                 "evaluated": self.evaluated and asdict(self.evaluated),
                 "worked": self.worked
                 and {
-                    "reply": _task_value(self.worked.reply),
+                    "reply": task_value(self.worked.reply),
                     "flops": self.worked.flops,
                     "remembers": self.worked.remembers,
                 },
@@ -280,8 +286,11 @@ class Response:
         )
 
 
-def read_response(parcel: Parcel, request: Request, client: str) -> Response:
-    """A response as the server reads it: to this very request, by this client, of sound shape, every number finite."""
+def read_response(parcel: Parcel, request: Request, client: str, declared: Message | None = None) -> Response:
+    """A response as the server reads it: to this very request, by this client, of sound shape, every number finite.
+
+    `declared` is what the run's method says that clients send.
+    """
     task = request.work.task if request.work else None
     limit = (2 * bytes_of([task.weights, task.extra]) if task else 0) + SMALL
     if len(parcel.data) > limit:
@@ -303,7 +312,7 @@ def read_response(parcel: Parcel, request: Request, client: str) -> Response:
             client,
             _facts(value["about"], TEXT_LIMIT) if request.seat is None else {},
             evaluated and _evaluated(evaluated),
-            worked and _worked(worked, task, request.seat),  # type: ignore[arg-type]
+            worked and _worked(worked, task, request.seat, declared),  # type: ignore[arg-type]
             str(value["problem"])[:500],
         )
     except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
@@ -318,10 +327,12 @@ def _evaluated(value: Value) -> Evaluated:
     return Evaluated(dict(value["personal"]), dict(value["shared"]), _facts(value["facts"], TEXT_LIMIT))
 
 
-def _worked(value: Value, task: Task, seat: Seat) -> Worked:
+def _worked(value: Value, task: Task, seat: Seat, declared: Message | None) -> Worked:
     said = value["reply"]
     reply = Reply(_named(said["weights"]), said["arch"], _named(said["extra"]), _facts(said["facts"], TEXT_LIMIT))
     check_reply(reply, task, seat.space)
+    if declared is not None:
+        check_declared(reply, declared)
     flops = value["flops"]
     if type(flops) is not int or not 0 <= flops < 1 << 62:
         raise Refused(f"{str(flops)[:40]} is no number of operations")
@@ -342,14 +353,22 @@ def check_reply(reply: Reply, task: Task, space: Space) -> None:
     _check_tensors(reply.weights, given, "weights")
     beside = {n: t for n, t in reply.extra.items() if n not in task.extra}
     _check_tensors({n: t for n, t in reply.extra.items() if n in task.extra}, task.extra, "extra")
-    if bytes_of(beside) > SMALL:
-        raise Refused(f"it holds {bytes_of(beside)} bytes that the client was not given, more than {SMALL}")
+    room = SMALL + bytes_of([task.weights, task.extra])  # SCAFFOLD and pFedHN send changes of weights
+    if bytes_of(beside) > room:
+        raise Refused(f"it holds {bytes_of(beside)} bytes that the client was not given, more than {room}")
     for name, tensor in (reply.weights | reply.extra).items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise Refused(f"'{name}' holds numbers that are infinite or none at all (NaN)")
     accuracy = reply.facts.get("accuracy", 0.0)
     if not isinstance(accuracy, int | float) or not 0 <= accuracy <= 1:
         raise Refused(f"accuracy = {str(accuracy)[:40]} is no accuracy")
+
+
+def check_declared(reply: Reply, declared: Message) -> None:
+    """Raises where a reply holds what its method does not say that clients send."""
+    more = declared.undeclared(reply.weights, reply.extra, reply.facts)
+    if more:
+        raise Refused(f"it holds what the method's card does not declare: {', '.join(more[:3])[:200]}")
 
 
 def _check_tensors(found: dict[str, Tensor], given: dict[str, Tensor], what: str) -> None:

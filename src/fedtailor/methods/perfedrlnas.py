@@ -37,6 +37,7 @@ class PerFedRLNAS(Method):
         "clients that join are compared with each other, not with clients that trained",
     )
     needs = "space"
+    staleness = 10  # as the authors' asynchronous code bounds it: a policy only moves when its own client replies
     card: ClassVar[Card] = Card(
         shared="supernet",
         personal="architecture, and the weights cut for it",

@@ -123,7 +123,8 @@ def prepare(config: Config, saved: Path | None = None, say: Say | None = None) -
     """Loads the data and checks everything that can be wrong. `saved` is a run's own partition file."""
     method = config.make_method()
     folder = Path(config.data.dir) if config.data.dir else None
-    dataset = load_data(config.data.name, folder, config.data.reading, say)
+    name = data_of(saved.parent, config) if saved else config.data.name
+    dataset = load_data(name, folder, config.data.reading, say)
     if saved:
         partition = Partition.load(saved)
         partition.require(dataset)
@@ -135,6 +136,12 @@ def prepare(config: Config, saved: Path | None = None, say: Say | None = None) -
     job = replace(job, clients=partition.clients, public=0 if public is None else len(public))
     method.check(job)
     return Setup(config, method, dataset, partition, job, fleet, public)
+
+
+def data_of(folder: Path, config: Config) -> str:
+    """Where a run's data is: in its folder, wherever that has been moved to, or what the config names."""
+    beside = folder / "data.npz"
+    return f"npz:{beside}" if beside.is_file() else config.data.name
 
 
 def make_job(
@@ -353,6 +360,10 @@ def read_networks(out: Path, space: Space) -> dict[int, tuple[Space, Arch, Weigh
         value = read_value(path)
         own = net_of(value["net"], space.input, space.classes) if "net" in value else space
         found[int(path.stem)] = own, tuple(value["arch"]), value["weights"]
+    if not found and read_facts(out).get("served"):
+        raise UserError(
+            f"{out} is the run of a server: networks are with its clients, who export them from their own folders."
+        )
     if not found:
         raise UserError(f"{out} holds no networks: they are saved when a run ends. 'fedtailor resume {out}' goes on.")
     return found

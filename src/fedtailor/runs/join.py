@@ -4,10 +4,9 @@ the others, and the run's folder is read, never changed. What comes out is a run
 
 from __future__ import annotations
 
-import io
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import Config, Data
+from ..config import Config
 from ..config import load as load_config
 from ..data import rules
 from ..data.dataset import UNSAID, Dataset, fingerprints
@@ -25,26 +24,23 @@ from ..data.pixels import Reading, Target
 from ..data.sources import load as load_data
 from ..engine.loop import Federation, State
 from ..errors import UserError, unknown
-from ..evaluate import keep_networks, onboard, pictures
+from ..evaluate import keep_networks, onboard, pictures, tuning
 from ..export.graph import Portable, network
 from ..fleet import fleet as fleets
 from ..method import Job, Method
 from ..spaces.base import Space
-from ..values import Value, write_bytes
+from ..values import Value
 from . import checkpoint
-from .events import EventLog
+from .alone import Offered, deal_of, part_of, write_alone
 from .execute import (
     Say,
-    Setup,
     choose_device,
-    facts_of,
+    data_of,
     make_engine,
     make_seats,
     open_space,
     read_facts,
     read_networks,
-    save_networks,
-    write_facts,
 )
 
 
@@ -63,13 +59,21 @@ class Before:
     @staticmethod
     def read(folder: Path) -> Before:
         facts = read_facts(folder)
+        if facts.get("served"):
+            raise UserError(
+                f"{folder} is the run of a server: its clients' data and networks are with them. Newcomers join with "
+                f"'fedtailor serve {folder} --onboard 1', and clients fit their networks again in their own folders."
+            )
         config, partition = load_config(folder / "config.toml"), Partition.load(folder / "partition.npz")
         if config.public.name:
             raise UserError(
                 f"{folder} has a public set, which a client after the run cannot be given yet. Hold it out of the run "
                 "instead: partition.new_clients."
             )
-        fleet = fleets.make(config.make_fleet(), len(partition.names), config.seed)
+        if "devices" in facts:
+            fleet = tuple(fleets.device_of(table) for table in facts["devices"])
+        else:
+            fleet = fleets.make(config.make_fleet(), len(partition.names), config.seed)
         return Before(folder, config, facts, partition, open_space(folder), config.make_method(), fleet)
 
     @property
@@ -78,21 +82,34 @@ class Before:
         return [(name, len(self.partition.indices(i, TRAIN))) for i, name in enumerate(self.partition.names)]
 
     def job(self, clients: Sequence[tuple[str, int]], fleet: fleets.Fleet) -> Job:
-        c = self.config
-        seats = make_seats(c, self.space, clients, fleet)
-        job = Job(self.space, seats, self.partition.clients, c.participants, c.rounds, c.seed, c.local)
-        self.method.check(job)
-        return job
+        return job_of(self.config, self.method, self.space, clients, self.partition.clients, fleet)
 
-    def state(self, job: Job, device: torch.device, say: Say) -> State:
-        found = checkpoint.load(self.folder / "checkpoints", job, device, say)
-        if found is None:
-            raise UserError(
-                f"{self.folder} has no checkpoint to start from. Run it again, or restore its checkpoints/."
-            )
-        if self.facts["status"] != "done":
-            say(f"{self.folder} is not finished: the client joins after round {found[0].round}.")
-        return found[0]
+
+def job_of(
+    config: Config, method: Method, space: Space, clients: Sequence[tuple[str, int]], trained: int, fleet: fleets.Fleet
+) -> Job:
+    """The job of a run with clients of these names and numbers of training images, the first of whom trained."""
+    seats = make_seats(config, space, clients, fleet)
+    job = Job(space, seats, trained, config.participants, config.rounds, config.seed, config.local)
+    method.check(job)
+    return job
+
+
+def last_state(folder: Path, job: Job, device: torch.device, say: Say) -> State:
+    """The run's newest checkpoint."""
+    found = checkpoint.load(folder / "checkpoints", job, device, say)
+    if found is None:
+        raise UserError(f"{folder} has no checkpoint to start from. Run it again, or restore its checkpoints/.")
+    if read_facts(folder)["status"] != "done":
+        say(f"{folder} is not finished: the client joins after round {found[0].round}.")
+    return found[0]
+
+
+def with_room(state: State, job: Job, method: Method, clients: int) -> State:
+    """The state of a run of so many clients with a place for each that the job has beyond them."""
+    fresh = method.start(job).values
+    state.server = state.server.replace(**_grown(state.server.values, fresh, clients, len(job.seats)))
+    return state
 
 
 @dataclass(frozen=True)
@@ -118,20 +135,30 @@ def join(
     device: str = "auto",
     workers: int = 0,
     say: Say = print,
+    tune: int = -1,
 ) -> Path:
-    """A client that was never there gets its network, in its method's way of taking in clients. Returns `out`."""
+    """A client that was never there gets its network, in its method's way of taking in clients. Returns `out`.
+
+    `tune` is the most epochs of fine-tuning; -1: some, where the method leaves clients nothing of their own.
+    """
     before, chosen = Before.read(folder), choose_device(device)
     _require_new(out)
     if name in before.partition.names:
         raise UserError(f"--name {name}: the run has a client of this name. 'fedtailor personalize' fits it again.")
     own = client_data(before, data, name, data_dir, say)
-    deal = _deal(before, own, name, _split(before, own))
     at = len(before.partition.names)
+    deal = _deal(before, own, name, _split(before, own, at))
     extra = fleets.newcomer(before.config.make_fleet(), at, before.config.seed, profile)
     job = before.job([*before.sizes, (name, len(deal.indices(0, TRAIN)))], (*before.fleet, extra))
-    state = before.state(job, chosen, say)
-    state.server = state.server.replace(**_grown(state.server.values, before.method.start(job).values, at, at + 1))
-    _finish(Visit(before, own, deal, job, extra, at, data), state, out, chosen, workers, say)
+    state = with_room(last_state(folder, job, chosen, say), job, before.method, at)
+
+    def offered(federation: Federation) -> Offered:
+        server, memories = onboard(federation, state, [job.seats[at]])
+        offer = federation.sent(before.method.offer(server, job.seats[at]))
+        return Offered(offer, memories.get(at, {}), state.round)
+
+    most = tuning(before.method) if tune < 0 else tune
+    _finish(Visit(before, own, deal, job, extra, at, data), offered, out, chosen, workers, say, tune=most)
     return out
 
 
@@ -156,22 +183,33 @@ def refit(
     at = names.index(client)
     old = _old_data(before)
     if data or old is None:
-        own = client_data(before, data or before.config.data.name, client, data_dir, say)
+        own = client_data(before, data or data_of(folder, before.config), client, data_dir, say)
     else:
-        own = _part(old, np.flatnonzero(before.partition.owner == at))
+        own = part_of(old, np.flatnonzero(before.partition.owner == at))
     known = _known(before, old, at)
     if not known:
         say(
             "The data of the run is not there any more, so pictures it trained on may now be in val or test: the old "
             "network's accuracy is flattered, and the new one's may be."
         )
-    deal = _deal(before, own, client, _split(before, own, known))
+    deal = _deal(before, own, client, _split(before, own, at, known))
     sizes = [(n, len(deal.indices(0, TRAIN)) if i == at else size) for i, (n, size) in enumerate(before.sizes)]
     job = before.job(sizes, before.fleet)
-    state = before.state(job, chosen, say)
-    tune = before.config.local.epochs if epochs < 0 else epochs
+    seat = job.seats[at]
+
+    def offered(federation: Federation) -> Offered:
+        kept = Offered.read(folder, chosen)
+        if kept:
+            return kept
+        state = last_state(folder, job, chosen, say)
+        offer = federation.sent(before.method.offer(state.server, seat))
+        return Offered(offer, state.memories.get(at, {}), state.round)
+
+    # a newcomer whose method has nothing of its own for it is fine-tuned again, as when it came
+    tune = tuning(before.method) if epochs < 0 and before.facts.get("joined") else 0
+    more = before.config.local.epochs if epochs < 0 and not tune else max(epochs, 0.0)
     visit = Visit(before, own, deal, job, before.fleet[at], at, data or before.config.data.name)
-    _finish(visit, state, out, chosen, workers, say, tune)
+    _finish(visit, offered, out, chosen, workers, say, more, tune)
     return out, _compared(before, own, deal, at, out)
 
 
@@ -191,7 +229,7 @@ def client_data(before: Before, source: str, name: str, data_dir: Path | None, s
             f"{source} holds {len(found.owners)} clients ({', '.join(found.owners[:5])}), none is '{name}'."
         )
     if name in found.owners and found.owner is not None:
-        found = _part(found, np.flatnonzero(found.owner == found.owners.index(name)))
+        found = part_of(found, np.flatnonzero(found.owner == found.owners.index(name)))
     used = [found.classes[i] for i in np.unique(found.labels)]
     classes = [str(c) for c in before.facts["classes"]]
     strange = [c for c in used if c not in classes]
@@ -212,17 +250,11 @@ def _normalised_as(before: Before) -> str:
     return before.facts.get("normalised_as", before.config.data.name)
 
 
-def _part(data: Dataset, at: np.ndarray) -> Dataset:
-    """Some images, without clients."""
-    split = None if data.split is None else data.split[at]
-    return Dataset(data.name, data.images[at], data.labels[at], data.classes, data.official_test[at], None, (), split)
-
-
 def _old_data(before: Before) -> Dataset | None:
     """The run's data, where it is still what it was."""
     told = before.config.data
     try:
-        data = load_data(told.name, Path(told.dir) if told.dir else None, told.reading)
+        data = load_data(data_of(before.folder, before.config), Path(told.dir) if told.dir else None, told.reading)
     except UserError:
         return None
     return data if data.hash == before.partition.dataset_hash else None
@@ -241,7 +273,7 @@ def _known(before: Before, old: Dataset | None, client: int) -> dict[bytes, int]
     return {p.tobytes(): int(s) for p, s in zip(prints, before.partition.split[places], strict=True)}
 
 
-def _split(before: Before, own: Dataset, known: dict[bytes, int] | None = None) -> np.ndarray:
+def _split(before: Before, own: Dataset, client: int, known: dict[bytes, int] | None = None) -> np.ndarray:
     """Splits of one client's images. Those it had keep theirs, those the data puts into one lie there, others are drawn
     by the run's shares."""
     config = before.config.make_partition()
@@ -249,8 +281,8 @@ def _split(before: Before, own: Dataset, known: dict[bytes, int] | None = None) 
     fresh = np.flatnonzero(said == UNSAID)
     if len(fresh):
         given = None if own.split is None else own.split[fresh]
-        owner = np.zeros(len(fresh), np.int32)
-        said[fresh] = rules.split(owner, own.labels[fresh], 1, config, before.config.seed, given)
+        classes = len(own.classes)
+        said[fresh] = rules.split_of(client, own.labels[fresh], classes, config, before.config.seed, given)
     return said
 
 
@@ -262,12 +294,18 @@ def _deal(before: Before, own: Dataset, name: str, split: np.ndarray) -> Partiti
             f"'{name}' has {len(own)} pictures, {int((split == TRAIN).sum())} of them for training; the run asks for "
             f"{config.smallest} of each client (partition.min_samples)."
         )
-    recipe = {"run": before.partition.hash, "client": name}
-    return Partition(np.zeros(len(own), np.int32), split, 1, 0, own.hash, recipe, (name,))
+    return deal_of(own, split, before.partition.hash, name)
 
 
 def _finish(
-    visit: Visit, state: State, out: Path, where: torch.device, workers: int, say: Say, epochs: float = 0.0
+    visit: Visit,
+    offered: Callable[[Federation], Offered],
+    out: Path,
+    where: torch.device,
+    workers: int,
+    say: Say,
+    epochs: float = 0.0,
+    tune: int = 0,
 ) -> None:
     """Makes the visitor's network and writes its folder."""
     began = time.perf_counter()
@@ -278,38 +316,18 @@ def _finish(
     federation = Federation(job, before.method, learn, engine, (), before.config.make_fleet())
     seat = job.seats[at]
     try:
-        server, memories = (state.server, state.memories) if at < job.clients else onboard(federation, state, [seat])
-        events, kept = keep_networks(federation, before.method, server, [seat], memories, test, "personal", epochs)
+        made_from = offered(federation)
+        offers, memories = [(seat, made_from.task)], {at: made_from.memory}
+        events, (kept,) = keep_networks(federation, made_from.round, offers, memories, test, "personal", epochs, tune)
     finally:
         engine.close()
-    data = Data(name=f"npz:{out / 'data.npz'}", fit=before.config.data.fit)
-    alone = replace(before.config, clients=1, participants=1, data=data)
-    one = Job(before.space, (replace(seat, id=0),), 1, 1, job.rounds, job.seed, job.local)
-    setup = Setup(alone, before.method, visit.own, visit.deal, one, (visit.device,))
-    write_bytes(out / "config.toml", alone.to_toml().encode())
-    _write_arrays(out / "data.npz", visit.own)
-    visit.deal.save(out / "partition.npz")
-    log = EventLog(out / "events.csv")
-    for event in events:
-        log.add(replace(event, client=0))
-    log.flush()
-    log.close()
-    save_networks(out / "nets", setup.job.space, [replace(net, client=0) for net in kept])
-    facts = facts_of(setup, where, "") | {
-        "status": "done",
-        "rounds_done": state.round,
+    facts = {
         "seconds": time.perf_counter() - began,
         "joined": {"run": before.folder.resolve().name, "source": visit.source},
         "normalised_as": _normalised_as(before),
-        "devices": [fleets.table_of(visit.device)],
     }
-    write_facts(out, facts)
-
-
-def _write_arrays(path: Path, own: Dataset) -> None:
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, images=own.images, labels=own.labels, classes=np.array(own.classes))
-    write_bytes(path, buffer.getvalue())
+    config, method = before.config, before.method
+    write_alone(out, config, method, visit.own, visit.deal, seat, visit.device, made_from, kept, events, where, facts)
 
 
 def _compared(before: Before, own: Dataset, deal: Partition, at: int, out: Path) -> dict[str, tuple[float, float]]:

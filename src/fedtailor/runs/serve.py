@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..card import Card
 from ..config import Config
 from ..config import load as load_config
 from ..engine.crowd import Crowd, Post, Waiting, common_classes, roster
@@ -48,8 +49,10 @@ def serve(
     method = config.make_method()
     if config.public.name:
         raise UserError("[public]: real clients cannot be given a public set yet. Run this config on one machine.")
-    run = old["served"] if old else _run_name(config.method["name"])
-    crowd = Crowd(post, run, config.to_toml(), watch.say, watch.clients)
+    if method.card == Card():
+        raise UserError(f"method.name = '{config.method['name']}': it has no card that says what leaves a client.")
+    run = old["served"] if old else run_name(config.method["name"])
+    crowd = Crowd(post, run, config.to_toml(), watch.say, watch.clients, method.card.up)
     if old:
         crowd.expected = tuple(old["client_names"])
         crowd.gather(min(start_with or len(crowd.expected), len(crowd.expected)))
@@ -58,6 +61,7 @@ def serve(
         roster(crowd, names, config.clients, config.make_partition().new_clients, start_with)
         classes = common_classes(crowd)
         shape = tuple(next(iter(crowd.members.values())).about["shape"])
+    crowd.classes, crowd.shape = classes, shape
     known = dict(zip(crowd.expected, old["samples"], strict=True)) if old else {}
 
     def job_for(samples: Sequence[int]) -> Job:
@@ -79,7 +83,7 @@ def serve(
     return drive(federation, config, job, out, device, watch)
 
 
-def _run_name(method: str) -> str:
+def run_name(method: str) -> str:
     """What clients call the run's folder: the method, or the file it is in, and something that is never the same."""
     stem = Path(method.partition(":")[0]).stem
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', stem)[:40]}-{secrets.token_hex(6)}"

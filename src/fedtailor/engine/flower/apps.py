@@ -20,26 +20,33 @@ from ...runs.execute import Watcher
 from ...runs.serve import serve
 from ..crowd import Waiting
 from ..site import Site
-from ..wire import Parcel
+from ..wire import LAYOUT_LIMIT, Parcel, Refused
+from . import TooLarge, at_most
 
 POLL = 0.1  # seconds between looks for a reply
 STYPE = "fedtailor"  # one array of bytes; Flower moves it as it is
+WHOLE = 4 << 20  # bytes up to which a parcel is not cut into chunks
 
 
 def to_content(parcel: Parcel) -> RecordDict:
+    """Every object of a message is a request at each of four hops: a small parcel is one object, a large one chunks."""
+    if parcel.size <= WHOLE:
+        return RecordDict({"parcel": ConfigRecord({"layout": parcel.layout, "data": parcel.data})})
     array = Array(dtype="uint8", shape=(len(parcel.data),), stype=STYPE, data=parcel.data)
-    return RecordDict({"data": ArrayRecord({"data": array}), "layout": ConfigRecord({"layout": parcel.layout})})
+    return RecordDict({"data": ArrayRecord({"data": array}), "parcel": ConfigRecord({"layout": parcel.layout})})
 
 
 def to_parcel(content: RecordDict) -> Parcel:
     """The parcel of a message; an empty one, which nobody accepts, where it holds something else."""
-    arrays, layout = content.get("data"), content.get("layout")
-    if not isinstance(arrays, ArrayRecord) or not isinstance(layout, ConfigRecord):
+    arrays, record = content.get("data"), content.get("parcel")
+    if not isinstance(record, ConfigRecord):
         return Parcel("", b"")
-    array, text = arrays.get("data"), layout.get("layout")
-    if array is None or array.stype != STYPE or not isinstance(text, str):
+    layout, data = record.get("layout"), record.get("data")
+    if isinstance(arrays, ArrayRecord) and "data" in arrays and arrays["data"].stype == STYPE:
+        data = arrays["data"].data
+    if not isinstance(layout, str) or not isinstance(data, bytes):
         return Parcel("", b"")
-    return Parcel(text, array.data)
+    return Parcel(layout, data)
 
 
 class GridPost:
@@ -47,7 +54,7 @@ class GridPost:
 
     def __init__(self, grid: Grid, names: Mapping[int, str] | None = None) -> None:
         self.grid, self.names = grid, names
-        self._come: SimpleQueue[tuple[str, Parcel | str]] = SimpleQueue()
+        self._come: SimpleQueue[tuple[str, Parcel | Refused | str]] = SimpleQueue()
 
     def nodes(self) -> Mapping[int, str]:
         here = list(self.grid.get_node_ids())
@@ -62,21 +69,26 @@ class GridPost:
             (number,) = self.grid.push_messages([message])
             if number:
                 found[node] = number
-                threading.Thread(target=self._fetch, args=(number,), daemon=True).start()
+                limit = 2 * parcel.size + LAYOUT_LIMIT  # a reply holds little beside what its client was sent
+                threading.Thread(target=self._fetch, args=(number, limit), daemon=True).start()
         return found
 
-    def receive(self, ids: Collection[str]) -> Sequence[tuple[str, Parcel | str]]:
+    def receive(self, ids: Collection[str]) -> Sequence[tuple[str, Parcel | Refused | str]]:
         found = []
         while not self._come.empty():
             found.append(self._come.get())
         return [(number, content) for number, content in found if number in ids]
 
-    def _fetch(self, number: str) -> None:
+    def _fetch(self, number: str, limit: int) -> None:
         """Waits for one reply. Each has its own thread: fetching one can hang when its sender does."""
         began = time.monotonic()
         while True:
             try:
-                found = list(self.grid.pull_messages([number]))
+                with at_most(limit):
+                    found = list(self.grid.pull_messages([number]))
+            except TooLarge as error:
+                self._come.put((number, Refused(str(error))))
+                return
             except Exception as error:
                 self._come.put((number, f"the message is lost ({type(error).__name__})"))
                 return

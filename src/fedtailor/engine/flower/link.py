@@ -36,7 +36,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from ...errors import UserError
-from . import quicken
+from . import quicken, watch_sizes
 
 APP = Path(__file__).parent / "app"
 QUIET = {
@@ -70,6 +70,7 @@ class SuperLink:
         self._closing = threading.Event()
         os.environ.update(QUIET)
         quicken()
+        watch_sizes()
 
     @property
     def address(self) -> str:

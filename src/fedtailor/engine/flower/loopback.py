@@ -36,6 +36,7 @@ class Loopback:
 
     def join(self, name: str, *options: str) -> None:
         state = ["--name", name, "--state", str(self.sites / name), "--device", "cpu"]
+        state += [] if "--export" in options else ["--no-export"]
         self._start(name, "join", f"127.0.0.1:{self.port}", *state, *self._security(), *options)
 
     def join_all(self) -> None:

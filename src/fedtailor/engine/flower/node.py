@@ -46,8 +46,13 @@ def start_supernode(address: str, port: int, tls: Path | None, home: Path, log: 
         return subprocess.Popen(command, stdout=file, stderr=file, env=environment(home))
 
 
-def join(address: str, site: Site, tls: Path | None, say: Callable[[str], None]) -> None:
-    """Answers a server's messages until interrupted; starts the SuperNode again whenever it ends."""
+def join(
+    address: str, site: Site, tls: Path | None, say: Callable[[str], None], take_home: Callable[[Path], None]
+) -> None:
+    """Answers a server's messages until interrupted; starts the SuperNode again whenever it ends.
+
+    `take_home` gets the client's own folder of every run that is over.
+    """
     site.folder.mkdir(parents=True, exist_ok=True)
     log = site.folder / "supernode.log"
     while True:
@@ -55,7 +60,7 @@ def join(address: str, site: Site, tls: Path | None, say: Callable[[str], None])
         length = log.stat().st_size if log.exists() else 0
         process = start_supernode(address, port, tls, site.folder / "flower", log)
         try:
-            attend(f"127.0.0.1:{port}", site, lambda p=process: p.poll() is None)
+            attend(f"127.0.0.1:{port}", site, lambda p=process: p.poll() is None, take_home)
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -74,7 +79,7 @@ def join(address: str, site: Site, tls: Path | None, say: Callable[[str], None])
         time.sleep(RESTART)
 
 
-def attend(address: str, site: Site, alive: Callable[[], bool]) -> None:
+def attend(address: str, site: Site, alive: Callable[[], bool], take_home: Callable[[Path], None]) -> None:
     """Takes one message after another from a SuperNode, as long as it lives."""
     quicken()
     client, lock = _client(address), threading.Lock()
@@ -88,13 +93,14 @@ def attend(address: str, site: Site, alive: Callable[[], bool]) -> None:
                 continue
             if found.HasField("task") and found.token:
                 # its own thread: a message whose server died while sending it never arrives whole
-                threading.Thread(target=_one, args=(address, found.token, site, lock), daemon=True).start()
+                work = (address, found.token, site, lock, take_home)
+                threading.Thread(target=_one, args=work, daemon=True).start()
             time.sleep(POLL)
     finally:
         client.close()
 
 
-def _one(address: str, token: str, site: Site, lock: threading.Lock) -> None:
+def _one(address: str, token: str, site: Site, lock: threading.Lock, take_home: Callable[[Path], None]) -> None:
     """Takes one message, answers it when it is its turn, and sends the answer."""
     client = _client(address, token)
     try:
@@ -104,6 +110,8 @@ def _one(address: str, token: str, site: Site, lock: threading.Lock) -> None:
                 reply = Message(_answered(site, message), reply_to=message)
             push_message(client, reply, context)
         push_task_output(client, context, SubStatus.COMPLETED, "")
+        while not site.over.empty():
+            take_home(site.over.get())
     except Exception as error:  # the SuperNode takes it as failed, tells the server and goes on
         site.say(f"a message could not be answered: {type(error).__name__}: {error}")
     finally:
