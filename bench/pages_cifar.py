@@ -191,7 +191,7 @@ def shown_global(means: Sequence[float], spec: Row) -> str:
 
 
 def notes(one: Mapping[str, Any], spec: Row, federation: Federation) -> list[str]:
-    usual = int(spec.changes.get("rounds", load(federation.preset).rounds))
+    usual = int(spec.changes.get("rounds", load(spec.preset or federation.preset).rounds))
     local = one["config"]["local"]
     return [
         f"lr {local['lr']:g}" + ("" if one["row"] in tuned().get(one["federation"], {}) else ", not tuned"),

@@ -87,20 +87,31 @@ def test_tuning_reads_val_alone_and_decides_the_rate(
     assert f"ditto = {best}" in (tmp_path / "results" / "tuned.toml").read_text()
 
 
-@pytest.mark.parametrize("name", ["devices", "silos", "budgets"])
-def test_federations_are_the_pinned_ones(name: str) -> None:
+def pinned() -> list[tuple[str, str]]:
+    """A row for every partition that some row is pinned to."""
+    found = {}
+    for name, federation in script("cifar_rows").FEDERATIONS.items():
+        for row, spec in federation.rows.items():
+            found.setdefault(spec.partition or federation.partition, (name, row))
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("name", "row"), pinned())
+def test_federations_are_the_pinned_ones(name: str, row: str) -> None:
     if not os.environ.get("FEDTAILOR_DATA"):
         pytest.skip("needs CIFAR-10 in the folder FEDTAILOR_DATA")
-    config, federation = load(name), script("cifar_rows").FEDERATIONS[name]
-    made = partitions.make(load_data("cifar10"), config.make_partition(), config.clients, config.seed)
-    assert made.hash == federation.partition
+    federation = script("cifar_rows").FEDERATIONS[name]
+    spec = federation.rows[row]
+    config = load(spec.preset or federation.preset, spec.changes)
+    made = script("cifar").deal(config, config.seed, spec)
+    assert made.hash == (spec.partition or federation.partition)
 
 
 def test_every_row_is_a_config() -> None:
     for federation in script("cifar_rows").FEDERATIONS.values():
         for row in federation.rows.values():
             for ending in row.endings.values():
-                load(federation.preset, {**row.changes, **ending.changes})
+                load(row.preset or federation.preset, {**row.changes, **ending.changes})
 
 
 def test_the_zoo_has_every_method_with_the_same_budget() -> None:
