@@ -113,12 +113,10 @@ def chapter(
     name: str, federation: Federation, results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 ) -> tuple[str, dict[str, str]]:
     """A federation's part of the page, and its pictures."""
-    out = [
-        "",
-        f"## {name}",
-        "",
-        f"{federation.title}. Preset `{federation.preset}`, partition `{federation.partition}`.",
-    ]
+    presets = sorted({row.preset or federation.preset for row in federation.rows.values()})
+    hashes = dict.fromkeys(row.partition or federation.partition for row in federation.rows.values())
+    out = ["", f"## {name}", "", f"{federation.title}.", ""]
+    out.append(f"Presets {', '.join(f'`{p}`' for p in presets)}; partitions {', '.join(f'`{h}`' for h in hashes)}.")
     out += ["", f"```\npython bench/cifar.py {name} --rows ROW --seed 0 --out DIR\n```", ""]
     out += ["| " + " | ".join(HEADS) + " |", "|" + "---|" * len(HEADS)]
     curves, clients, pictures = {}, {}, {}
@@ -142,9 +140,7 @@ def chapter(
     if clients:
         pictures[f"assets/results-{name}-clients.svg"] = spreads(clients)
         out += ["", f"![Accuracy of every client](assets/results-{name}-clients.svg)", ""]
-        out.append(
-            "Every client's test accuracy with seed 0, after the ending that is best on val; the bar is the mean."
-        )
+        out.append("Test accuracy of every client, first seed, after the ending that is best on val; bars are means.")
     said = findings().get(name, "")
     out += ["", said.strip()] if said else []
     return "\n".join([*out, ""]), pictures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import sys
@@ -22,13 +22,9 @@ BENCH = Path(__file__).parent.parent / "bench"
 
 def script(name: str) -> ModuleType:
     """A module of bench/, which is no package."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    if str(BENCH) not in sys.path:
+        sys.path.insert(0, str(BENCH))
+    return importlib.import_module(name)
 
 
 SMALL = {"clients": 3, "participants": 2, "rounds": 4, "local": {"batch": 8}, "partition": {"samples": 40}}
