@@ -118,8 +118,7 @@ def accuracies(events: Sequence[Event]) -> dict[str, list[float]]:
             found.setdefault(split if kind == "personal" else f"global {split}", []).append(
                 round(float(event.value), 4)
             )
-    sizes = [float(e.value) for e in events if e.metric == "personal_parameters"]
-    return found | {"parameters": [int(n) for n in sizes]}
+    return found | {"parameters": [float(e.value) for e in events if e.metric == "personal_parameters"]}
 
 
 class Progress(Watcher):

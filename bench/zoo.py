@@ -115,11 +115,11 @@ VARIANTS: dict[str, Row] = {  # rows that are no method of their own, but a meth
 
 
 def rows() -> dict[str, Row]:
-    """Every registered method of the package, and the variants; those that take longest come first."""
+    """Every registered method of the package, and the variants; those that take longest come last."""
     shipped = [name for name in names("method") if lookup("method", name).__module__.startswith("fedtailor.")]
     methods = {name: BY_METHOD.get(name, Row()) for name in shipped}
     found = {n: Row({"method.name": n, **r.changes}, r.option, r.values) for n, r in methods.items()} | VARIANTS
-    return dict(sorted(found.items(), key=lambda item: (item[1].changes.get("space.name") != "darts", item[0])))
+    return dict(sorted(found.items(), key=lambda item: (item[1].changes.get("space.name") == "darts", item[0])))
 
 
 @dataclass(frozen=True)
