@@ -110,6 +110,10 @@ VARIANTS: dict[str, Row] = {  # rows that are no method of their own, but a meth
     "fedavg-ft with norm": Row(  # of FedBN's network
         {"method.name": "fedavg-ft", "net.name": "cnn", "net.norm": "batch"}, "method.interpolate", (0.0, 0.5)
     ),
+    "fedavg-ft on modular": Row(  # FedMN's network
+        {"method.name": "fedavg-ft", "net.name": "modular"}, "method.interpolate", (0.0, 0.5)
+    ),
+    "fedavg-ft on vit": Row({"method.name": "fedavg-ft", "net.name": "vit"}, "method.interpolate", (0.0, 0.5)),
     "vit-swap": Row({"method.name": "fedavg", "net.name": "vit"}),
 }
 
