@@ -151,7 +151,7 @@ def configure(args: argparse.Namespace, row: str, lr: float | None, rounds: int 
     if lr is not None:
         changes["local.lr"] = lr
     config = load(preset, changes)
-    rounds = rounds or args.rounds or config.rounds
+    rounds = rounds or spec.changes.get("rounds") or args.rounds or config.rounds
     expected = spec.partition or federation.partition
     file = args.work / f"{expected[:16]}.npz"
     if not file.exists():
@@ -373,7 +373,7 @@ def main() -> None:
     parser.add_argument("federation", nargs="?", choices=list(FEDERATIONS))
     parser.add_argument("--rows", default="", help="separated by commas; default: all of the federation's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=0, help="instead of the preset's")
+    parser.add_argument("--rounds", type=int, default=0, help="instead of the preset's; not for rows with their own")
     parser.add_argument("--lr", type=float, default=0.0, help="instead of the tuned one")
     parser.add_argument("--tune", action="store_true", help="try the rows' learning rates instead of running them")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop cleanly before so many; 0: no limit")
