@@ -118,8 +118,7 @@ def accuracies(events: Sequence[Event]) -> dict[str, list[float]]:
             found.setdefault(split if kind == "personal" else f"global {split}", []).append(
                 round(float(event.value), 4)
             )
-    sizes = [float(e.value) for e in events if e.metric == "personal_parameters"]
-    return found | {"parameters": [int(n) for n in sizes]}
+    return found | {"parameters": [float(e.value) for e in events if e.metric == "personal_parameters"]}
 
 
 class Progress(Watcher):
@@ -146,25 +145,30 @@ class Progress(Watcher):
 
 def configure(args: argparse.Namespace, row: str, lr: float | None, rounds: int = 0, seed: int | None = None) -> Config:
     """The row's configuration: preset, row, command line; all seeds share the partition of the preset's seed."""
-    federation = FEDERATIONS[args.federation]
-    changes: dict[str, Any] = {**federation.rows[row].changes}
+    federation, spec = FEDERATIONS[args.federation], FEDERATIONS[args.federation].rows[row]
+    preset, changes = spec.preset or federation.preset, dict(spec.changes)
     changes |= {"data.dir": args.data_dir} if args.data_dir else {}
     if lr is not None:
         changes["local.lr"] = lr
-    config = load(federation.preset, changes)
-    rounds = rounds or args.rounds or config.rounds
-    file = args.work / f"{federation.preset}.npz"
+    config = load(preset, changes)
+    rounds = rounds or spec.changes.get("rounds") or args.rounds or config.rounds
+    expected = spec.partition or federation.partition
+    file = args.work / f"{expected[:16]}.npz"
     if not file.exists():
-        first = load(federation.preset)
-        data = load_data(first.data.name, Path(args.data_dir) if args.data_dir else None)
-        made = partitions.make(data, first.make_partition(), first.clients, first.seed)
-        if made.hash != federation.partition:
-            sys.exit(f"{federation.preset}: the partition is {made.hash}, not {federation.partition}")
+        made = deal(config, load(preset).seed, spec)
+        if made.hash != expected:
+            sys.exit(f"{args.federation}, {row}: the partition is {made.hash}, not {expected}")
         file.parent.mkdir(parents=True, exist_ok=True)
         made.save(file)
     tops = {"seed": args.seed if seed is None else seed, "rounds": rounds, "precision": args.precision}
     tops |= {"evaluate_every": max(1, rounds // 10), "checkpoint_every": max(1, rounds // 10)}
     return load(tomllib.loads(config.to_toml()), {**tops, "partition.file": str(file)})
+
+
+def deal(config: Config, seed: int, spec: Row) -> partitions.Partition:
+    """The row's partition, by its own rule or the configuration's."""
+    data = load_data(config.data.name, Path(config.data.dir) if config.data.dir else None)
+    return spec.deal(data, seed) if spec.deal else partitions.make(data, config.make_partition(), config.clients, seed)
 
 
 def rate(args: argparse.Namespace, row: str) -> float | None:
@@ -369,7 +373,7 @@ def main() -> None:
     parser.add_argument("federation", nargs="?", choices=list(FEDERATIONS))
     parser.add_argument("--rows", default="", help="separated by commas; default: all of the federation's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=0, help="instead of the preset's")
+    parser.add_argument("--rounds", type=int, default=0, help="instead of the preset's; not for rows with their own")
     parser.add_argument("--lr", type=float, default=0.0, help="instead of the tuned one")
     parser.add_argument("--tune", action="store_true", help="try the rows' learning rates instead of running them")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop cleanly before so many; 0: no limit")

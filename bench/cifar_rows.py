@@ -6,9 +6,14 @@ An ending `name@x` is one of several values tried; of these the one with the bes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from authors.deals import per_fedavg
+
+from fedtailor.data.dataset import Dataset
+from fedtailor.data.partition import Partition
 
 Changes = Mapping[str, Any]
 
@@ -30,6 +35,9 @@ class Row:
     hours: str = ""  # the paper's, for the row
     note: str = ""
     judged: bool = True  # on test, at the end
+    preset: str = ""  # instead of the federation's
+    partition: str = ""  # the hash it must have, where it is not the federation's
+    deal: Callable[[Dataset, int], Partition] | None = None  # of the images, where no rule of the package does it
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def search(method: str, space: str, prior: bool = False, **more: Any) -> dict[st
 DEVICES = {
     "local": Row(
         {"method.name": "local", "participants": 100, "rounds": 10, **NO_PRIOR},
-        own_endings(0.0) | {"prior": Ending(PRIOR)},
+        {"as it is": Ending(), "prior": Ending(PRIOR)},
         paper={"as it is": "57.60 ± 13.60"},
         note="50 epochs a client; there is nothing to wait for, so all train at once",
     ),
@@ -206,6 +214,76 @@ BUDGETS = {
     ),
 }
 
+# the authors' own settings ------------------------------------------------------------------------------------------
+
+QUOTED = "the paper's figure is quoted from memory"
+TWO, FIVE = (
+    "071ce83c705d7b348b76cd0eed0afc7a0a19627a2ff5849115e034fe3f783b3c",
+    "a80eb7e5a8ed7d43f0bb7782be0d5e4becf3a5a42f630f3b3aa0098918de74b8",
+)
+FIVE_CLASSES = {"partition.classes": 5, "method.head_epochs": 10.0, "method.body_epochs": 5.0, "local.epochs": 15.0}
+AUTHORS = {
+    "fedrep-2": Row(
+        {},
+        {"as it is": Ending()},
+        (0.003, 0.01, 0.03, 0.1),
+        {"as it is": "87.70"},
+        note=f"two classes a client; Table 1; the paper means over the last ten rounds; {QUOTED}",
+    ),
+    "fedrep-5": Row(
+        FIVE_CLASSES,
+        {"as it is": Ending()},
+        (0.003, 0.01, 0.03, 0.1),
+        {"as it is": "75.68"},
+        note=f"five classes a client; Table 1; {QUOTED}",
+        partition=FIVE,
+    ),
+    "fedbabu-2": Row(
+        {"method.epochs": 0.0},
+        {
+            f"fine-tuned@{lr}": Ending({"method.epochs": 5.0, "method.lr": lr, "local.schedule": "constant"})
+            for lr in (0.003, 0.01, 0.03, 0.1)
+        },
+        (0.03, 0.1, 0.2, 0.3),
+        note="two classes a client, four-layer network; the paper's main figures are for CIFAR-100",
+        preset="bench/authors/fedbabu.toml",
+    ),
+    "fedavg-2": Row(
+        {"method.name": "fedavg", "local.epochs": 1.0},
+        shared_endings(10.0),
+        (0.003, 0.01, 0.03, 0.1),
+        {"as it is": "42.65", "fine-tuned": "87.65"},
+        note=f"two classes a client, the comparison in FedRep's Table 1; {QUOTED}",
+    ),
+    "local-2": Row(
+        {"method.name": "local", "participants": 100, "rounds": 10, "local.epochs": 10.0},
+        {"as it is": Ending()},
+        (0.003, 0.01, 0.03, 0.1),
+        {"as it is": "89.79"},
+        note=f"two classes a client, the comparison in FedRep's Table 1; {QUOTED}",
+    ),
+    "per-fedavg-hf": Row(
+        {},
+        {"as it is": Ending()},
+        (0.0003, 0.001, 0.003, 0.01),
+        {"as it is": "50.44"},
+        note=f"Table 1, tau = 10, alpha = 0.001; {QUOTED}",
+        preset="bench/authors/per-fedavg.toml",
+        partition="56d3b68d67d5d9b04624e1828b7ff1665cb5d011391a0f55ca95449c6d26862d",
+        deal=per_fedavg,
+    ),
+    "per-fedavg-fo": Row(
+        {"method.variant": "fo"},
+        {"as it is": Ending()},
+        (0.0003, 0.001, 0.003, 0.01),
+        {"as it is": "46.98"},
+        note=f"Table 1, tau = 10, alpha = 0.001; {QUOTED}",
+        preset="bench/authors/per-fedavg.toml",
+        partition="56d3b68d67d5d9b04624e1828b7ff1665cb5d011391a0f55ca95449c6d26862d",
+        deal=per_fedavg,
+    ),
+}
+
 FEDERATIONS = {
     "devices": Federation(
         "devices",
@@ -224,5 +302,11 @@ FEDERATIONS = {
         "1973a1a8b523ae3040804040a2228fdb118f4cca145e539161d1c4f9418372f9",
         BUDGETS,
         "20 clients, Dirichlet 0.5 per class, 10 a round, HIGH fleet: half afford MobileNetV2, 30 % x.75, 20 % x.5",
+    ),
+    "authors": Federation(
+        "bench/authors/fedrep.toml",
+        TWO,
+        AUTHORS,
+        "Methods in their authors' own small settings, as far as they are known; see bench/authors",
     ),
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 760, 52, 250, 14, 34
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 800, 52, 280, 18, 34
 Points = Sequence[Sequence[float]]
 
 
@@ -37,7 +37,7 @@ def spreads(values: Mapping[str, Sequence[float]]) -> str:
     """One strip per name: a dot per client, and their mean; in per cent."""
     height = TOP + 22 * len(values) + BOTTOM
     low = 10 * int(min(100 * v for found in values.values() for v in found) // 10)
-    left, wide = 230, WIDTH - 230 - 30
+    left, wide = 300, WIDTH - 300 - 30
 
     def x(value: float) -> float:
         return left + wide * (100 * value - low) / (100 - low)

@@ -113,12 +113,10 @@ def chapter(
     name: str, federation: Federation, results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 ) -> tuple[str, dict[str, str]]:
     """A federation's part of the page, and its pictures."""
-    out = [
-        "",
-        f"## {name}",
-        "",
-        f"{federation.title}. Preset `{federation.preset}`, partition `{federation.partition}`.",
-    ]
+    presets = sorted({row.preset or federation.preset for row in federation.rows.values()})
+    hashes = dict.fromkeys(row.partition or federation.partition for row in federation.rows.values())
+    out = ["", f"## {name}", "", f"{federation.title}.", ""]
+    out.append(f"Presets {', '.join(f'`{p}`' for p in presets)}; partitions {', '.join(f'`{h}`' for h in hashes)}.")
     out += ["", f"```\npython bench/cifar.py {name} --rows ROW --seed 0 --out DIR\n```", ""]
     out += ["| " + " | ".join(HEADS) + " |", "|" + "---|" * len(HEADS)]
     curves, clients, pictures = {}, {}, {}
@@ -132,7 +130,7 @@ def chapter(
         out += ["| " + " | ".join(cells(x, spec, federation, first=x is found[0])) + " |" for x in found]
         best = max(found, key=lambda x: float(np.mean(x.accuracies("val"))))
         clients[best.name] = best.accuracies()[0]
-        if len(own[0]["curves"]["personal"]) > 1:
+        if own[0]["rounds"] >= 20:  # local training has few, of all clients: another axis
             curves[row] = own[0]["curves"]["personal"]
     if curves:
         pictures[f"assets/results-{name}-curves.svg"] = lines(
@@ -142,9 +140,7 @@ def chapter(
     if clients:
         pictures[f"assets/results-{name}-clients.svg"] = spreads(clients)
         out += ["", f"![Accuracy of every client](assets/results-{name}-clients.svg)", ""]
-        out.append(
-            "Every client's test accuracy with seed 0, after the ending that is best on val; the bar is the mean."
-        )
+        out.append("Test accuracy of every client, first seed, after the ending that is best on val; bars are means.")
     said = findings().get(name, "")
     out += ["", said.strip()] if said else []
     return "\n".join([*out, ""]), pictures
@@ -191,7 +187,7 @@ def shown_global(means: Sequence[float], spec: Row) -> str:
 
 
 def notes(one: Mapping[str, Any], spec: Row, federation: Federation) -> list[str]:
-    usual = int(spec.changes.get("rounds", load(federation.preset).rounds))
+    usual = int(spec.changes.get("rounds", load(spec.preset or federation.preset).rounds))
     local = one["config"]["local"]
     return [
         f"lr {local['lr']:g}" + ("" if one["row"] in tuned().get(one["federation"], {}) else ", not tuned"),

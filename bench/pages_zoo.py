@@ -76,7 +76,7 @@ federation, the same number of rounds and the same tuning budget.
   and the ViT swap a small ViT, FedMN its modules. Methods that search use the space `tiny`, those of the DARTS family
   a DARTS space of 4 channels and 3 cells. Rows marked ◐ run on the fleet `capacity-high`: half of the clients afford
   any network, the others two thirds or a third of the largest one's arithmetic. `fedavg-ft on tiny` is their baseline
-  under the same budgets, `fedavg-ft with norm` that of FedBN.
+  under the same budgets, `fedavg-ft with norm` that of FedBN, `on vit` that of FedTP and `on modular` that of FedMN.
 
 ```
 python bench/zoo.py --out runs/zoo && python bench/zoo.py --collect runs/zoo && make results     # or: make zoo

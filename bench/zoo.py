@@ -110,16 +110,20 @@ VARIANTS: dict[str, Row] = {  # rows that are no method of their own, but a meth
     "fedavg-ft with norm": Row(  # of FedBN's network
         {"method.name": "fedavg-ft", "net.name": "cnn", "net.norm": "batch"}, "method.interpolate", (0.0, 0.5)
     ),
+    "fedavg-ft on modular": Row(  # FedMN's network
+        {"method.name": "fedavg-ft", "net.name": "modular"}, "method.interpolate", (0.0, 0.5)
+    ),
+    "fedavg-ft on vit": Row({"method.name": "fedavg-ft", "net.name": "vit"}, "method.interpolate", (0.0, 0.5)),
     "vit-swap": Row({"method.name": "fedavg", "net.name": "vit"}),
 }
 
 
 def rows() -> dict[str, Row]:
-    """Every registered method of the package, and the variants; those that take longest come first."""
+    """Every registered method of the package, and the variants; those that take longest come last."""
     shipped = [name for name in names("method") if lookup("method", name).__module__.startswith("fedtailor.")]
     methods = {name: BY_METHOD.get(name, Row()) for name in shipped}
     found = {n: Row({"method.name": n, **r.changes}, r.option, r.values) for n, r in methods.items()} | VARIANTS
-    return dict(sorted(found.items(), key=lambda item: (item[1].changes.get("space.name") != "darts", item[0])))
+    return dict(sorted(found.items(), key=lambda item: (item[1].changes.get("space.name") == "darts", item[0])))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import sys
@@ -22,13 +22,9 @@ BENCH = Path(__file__).parent.parent / "bench"
 
 def script(name: str) -> ModuleType:
     """A module of bench/, which is no package."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    if str(BENCH) not in sys.path:
+        sys.path.insert(0, str(BENCH))
+    return importlib.import_module(name)
 
 
 SMALL = {"clients": 3, "participants": 2, "rounds": 4, "local": {"batch": 8}, "partition": {"samples": 40}}
@@ -87,20 +83,31 @@ def test_tuning_reads_val_alone_and_decides_the_rate(
     assert f"ditto = {best}" in (tmp_path / "results" / "tuned.toml").read_text()
 
 
-@pytest.mark.parametrize("name", ["devices", "silos", "budgets"])
-def test_federations_are_the_pinned_ones(name: str) -> None:
+def pinned() -> list[tuple[str, str]]:
+    """A row for every partition that some row is pinned to."""
+    found = {}
+    for name, federation in script("cifar_rows").FEDERATIONS.items():
+        for row, spec in federation.rows.items():
+            found.setdefault(spec.partition or federation.partition, (name, row))
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("name", "row"), pinned())
+def test_federations_are_the_pinned_ones(name: str, row: str) -> None:
     if not os.environ.get("FEDTAILOR_DATA"):
         pytest.skip("needs CIFAR-10 in the folder FEDTAILOR_DATA")
-    config, federation = load(name), script("cifar_rows").FEDERATIONS[name]
-    made = partitions.make(load_data("cifar10"), config.make_partition(), config.clients, config.seed)
-    assert made.hash == federation.partition
+    federation = script("cifar_rows").FEDERATIONS[name]
+    spec = federation.rows[row]
+    config = load(spec.preset or federation.preset, spec.changes)
+    made = script("cifar").deal(config, config.seed, spec)
+    assert made.hash == (spec.partition or federation.partition)
 
 
 def test_every_row_is_a_config() -> None:
     for federation in script("cifar_rows").FEDERATIONS.values():
         for row in federation.rows.values():
             for ending in row.endings.values():
-                load(federation.preset, {**row.changes, **ending.changes})
+                load(row.preset or federation.preset, {**row.changes, **ending.changes})
 
 
 def test_the_zoo_has_every_method_with_the_same_budget() -> None:

@@ -455,6 +455,14 @@ def test_per_fedavg_keeps_the_inner_step_out_of_the_momentum() -> None:
     assert numbers(state.server.weights) == pytest.approx(w)
 
 
+def test_per_fedavg_takes_tau_steps_whatever_a_client_holds() -> None:
+    state = one_round(by_hand(PerFedAvg(alpha=0.5, tau=3), [DATA[0], DATA[0] * 9], PLAIN), weights=three(1, 0.3, 0))
+    w = [1, 0.3, 0.0]
+    for _ in range(3):
+        w = [a - 0.2 * g for a, g in zip(w, slope(walk(w, 0, 1, 0.5), 0), strict=True)]
+    assert numbers(state.server.weights) == pytest.approx(w)
+
+
 def test_per_fedavg_draws_every_batch_on_its_own() -> None:
     """Inner and outer gradients see different batches: with labels that differ, one batch twice is one of two ends."""
     data = [[(255, 0), (255, 1)]] * 2

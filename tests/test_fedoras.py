@@ -18,8 +18,9 @@ from fedtailor.errors import UserError
 from fedtailor.methods.fedoras import FedorAS
 from fedtailor.registry import lookup
 from fedtailor.runs.execute import prepare
+from fedtailor.search.evolution import arch_of, noted, offspring, ranked
 from fedtailor.search.paths import entries, every_option, op_aware, some_options, tensors_for
-from fedtailor.search.tiers import Bracket, assigned, edges, noted, offspring, ranked
+from fedtailor.search.tiers import Bracket, assigned, bracket_of, edges, serves
 from fedtailor.spaces.base import Arch, Dimension, Space, Weights
 from fedtailor.spaces.tiny import Tiny
 from tools import by_hand, one_round, small_config
@@ -169,17 +170,17 @@ def test_three_stages_end_in_one_network_per_tier() -> None:
         stages.append(method.stage(state.server))
         if state.round < 4:
             for seat in setup.job.seats:
-                assert method.serves(state.server, seat) <= state.server.tiers[seat.id]  # never beyond its device
+                assert serves(state.server, seat) <= state.server.tiers[seat.id]  # never beyond its device
     assert stages[:3] == ["supernet", "search", "tune"]
     server = state.server
     for tier in range(2):
-        arch = method.arch_of(server, tier)
-        assert method.bracket(server, tier).holds(arch)
+        arch = arch_of(server, tier)
+        assert bracket_of(server, tier).holds(arch)
         assert arch in ranked(server.pools[tier])[:1]
     tuned = server.tuned["0"]["head.weight"]
-    assert not torch.equal(tuned, server.space.cut(server.weights, method.arch_of(server, 0))["head.weight"])
+    assert not torch.equal(tuned, server.space.cut(server.weights, arch_of(server, 0))["head.weight"])
     offers = [method.offer(server, seat) for seat in setup.job.seats]
-    assert [o.arch for o in offers] == [method.arch_of(server, t) for t in server.tiers]
+    assert [o.arch for o in offers] == [arch_of(server, t) for t in server.tiers]
 
 
 def test_paths_stay_within_the_tier() -> None:

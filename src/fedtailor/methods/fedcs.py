@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from torch import Tensor, nn
+from torch import nn
 
 from ..card import Message
-from ..data.batches import steps_for
 from ..engine.client import SCORE_BATCH, Client
 from ..errors import UserError
 from ..method import Card, Job, Reply, Seat, Server, Task
@@ -27,8 +26,7 @@ from ..search.partial import learnt, part_of, without_statistics
 from ..search.pruning import Candidate, prune
 from ..search.supernet import affords
 from ..search.uniform import widest
-from ..spaces.measure import tensors_of
-from ..spaces.usnet import sandwich, usnet_loss
+from ..search.usnet import train_usnet
 from .fedpa import FedPA
 from .feduniform import FedUniform
 
@@ -106,33 +104,10 @@ class FedCS(FedUniform):
         if not task.weights:
             return Reply()
         if "warm-up" in task.facts:
-            return await self.train_usnet(task, client)
+            net = client.build(task)
+            loss = await train_usnet(net, client, self.widths)  # line 5
+            return Reply(client.take(net, only=learnt), task.arch, facts={"loss": loss})
         return await super().work(await self.cut(task, client), client)
-
-    async def train_usnet(self, task: Task, client: Client) -> Reply:
-        """Line 5: every step trains the largest, the smallest and some uniform networks between at once."""
-        net = client.build(task)
-        optimiser = client.local.optimiser(list(net.parameters()), client.lr)
-        rng, images = client.rng("sandwich"), client.size("train")
-        batch = min(client.local.batch, images)
-        steps = steps_for(images, batch, client.local.epochs)
-        total = 0.0
-        for _ in range(steps):
-            archs, seed = sandwich(client.space, rng, self.widths), int(rng.integers(1 << 40))
-
-            def step(x: Tensor, y: Tensor, archs=archs, seed=seed) -> Tensor:
-                optimiser.zero_grad()
-                loss = usnet_loss(client.space, tensors_of(net), archs, x, y, client.local.label_smoothing, seed)
-                loss.backward()
-                if client.local.clip:
-                    nn.utils.clip_grad_norm_(net.parameters(), client.local.clip)
-                optimiser.step()
-                return loss.detach() / len(archs)
-
-            # a job of one step (less than a batch is one), because an engine may capture a job's step and repeat it
-            total += await client.loop(step, [net], epochs=0.5 * batch / images)
-            client.flops += batch * sum(client.space.cost(arch).train_flops for arch in archs[1:])
-        return Reply(client.take(net, only=learnt), task.arch, facts={"loss": total / steps})
 
     async def cut(self, task: Task, client: Client) -> Task:
         """Lines 13-21: the client finds its arch, once, and cuts the weights it was sent for all archs."""

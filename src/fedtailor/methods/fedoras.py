@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -21,26 +22,10 @@ from ..errors import UserError
 from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import AtLeastOne, Count, Fraction, NonNegative
 from ..registry import register
-from ..search.paths import (
-    average,
-    entries,
-    every_option,
-    op_aware,
-    pack_options,
-    pack_paths,
-    score_paths,
-    some_options,
-    tensors_for,
-    train_paths,
-    unpack_options,
-    unpack_paths,
-)
+from ..search.evolution import absorbed, arch_of, generation, score_candidates
+from ..search.paths import average, merge_paths, require_limit, sent_part
 from ..search.supernet import Deploy, keep
-from ..search.tiers import Bracket, assigned, edges, noted, offspring, ranked
-from ..seeds import rng_of
-from ..spaces.base import Arch, Weights
-
-Stage = Literal["supernet", "search", "tune"]
+from ..search.tiers import bracket_of, layout, require_archs, serves, train_within
 
 
 @register("method", "fedoras")
@@ -100,17 +85,11 @@ class FedorAS(Method):
     tune_lr: NonNegative = 0.0  # 0: local.lr
     deploy: Deploy = "trained"  # whether clients train local.epochs before they keep a network
 
-    # tiers and stages -------------------------------------------------------------------------------------------
-
     def check(self, job: Job) -> None:
         if job.rounds < 2:
             raise UserError(f"rounds = {job.rounds}: method.name = 'fedoras' needs one to train and one to search.")
-        least = entries(job.space, list(job.space.index(job.space.smallest))) if self.max_parameters else 0
-        if least > self.max_parameters:
-            raise UserError(f"method.max_parameters = {self.max_parameters}: the smallest arch's tensors have {least}.")
-        server = Server(job, **self._layout(job))
-        for tier in range(self.tiers):
-            self.bracket(server, tier).sample(rng_of(job.seed, "check", tier))
+        require_limit(job.space, self.max_parameters, "method.max_parameters")
+        require_archs(Server(job, **layout(job, self.tiers, self.assign, self.probes)))
 
     def stages(self, rounds: int) -> tuple[int, int]:
         """The last rounds of stages 1 and 2."""
@@ -118,113 +97,54 @@ class FedorAS(Method):
         search = min(max(1, round(self.search * rounds)), rounds - tune - 1)
         return rounds - tune - search, rounds - tune
 
-    def stage(self, server: Server) -> Stage:
-        trained, searched = self.stages(server.job.rounds)
-        return "supernet" if server.round < trained else "search" if server.round < searched else "tune"
-
-    def bracket(self, server: Server, tier: int) -> Bracket:
-        """What a tier's network may cost, for all clients that work on it."""
-        seats = {(s.budget, s.profile): s for s, t in zip(server.job.seats, server.tiers, strict=True) if t >= tier}
-        fits = lambda arch: all(seat.fits(arch) for seat in seats.values())  # noqa: E731
-        return Bracket(server.space, server.edges[tier], server.edges[tier + 1], fits)
-
-    def serves(self, server: Server, client: Seat) -> int:
-        """The tier whose network the client tunes in this round."""
-        return int(server.rng("serves", client.id).integers(server.tiers[client.id] + 1))
-
-    # the server -------------------------------------------------------------------------------------------------
+    def stage(self, server: Server) -> str:
+        return ("supernet", "search", "tune")[bisect_right(self.stages(server.job.rounds), server.round)]
 
     def start(self, job: Job) -> Server:
-        return Server(
-            job,
-            **self._layout(job),
-            weights=job.space.new_weights(job.seed),
-            pools=[[] for _ in range(self.tiers)],
-            archs=[],
-            tuned={},
-        )
-
-    def _layout(self, job: Job) -> dict[str, Any]:
-        tiers = assigned(job, self.tiers, self.assign)
-        return {"tiers": tiers, "edges": edges(job.space, self.tiers, self.probes, job.seed)}
+        weights, known = job.space.new_weights(job.seed), layout(job, self.tiers, self.assign, self.probes)
+        return Server(job, **known, weights=weights, pools=[[] for _ in range(self.tiers)], archs=[], tuned={})
 
     def ask(self, server: Server, client: Seat) -> Task:
-        stage, space = self.stage(server), server.space
-        if stage == "supernet":
-            options, sent = every_option(space), server.weights
-            if self.max_parameters:  # the same part for all clients of a round
-                options = some_options(space, self.max_parameters, server.rng("options"))
-                sent = {n: server.weights[n] for n in tensors_for(space, options)}
-            flops = server.edges[server.tiers[client.id] + 1]
-            return Task(sent, extra={"options": pack_options(space, options)}, facts={"stage": stage, "flops": flops})
+        stage, space, tier = self.stage(server), server.space, server.tiers[client.id]
+        if stage == "supernet":  # the same part for all clients of a round
+            sent, options = sent_part(space, server.weights, self.max_parameters, server.rng("options"))
+            return Task(sent, extra=options, facts={"stage": stage, "flops": server.edges[tier + 1]})
         if stage == "search":
-            tier = server.tiers[client.id]
-            archs = self.candidates(server, tier)
+            rng, bracket, pool = server.rng("candidates", tier), bracket_of(server, tier), server.pools[tier]
+            archs = generation(bracket, pool, self.pool, self.parents, self.mutation, rng)
             sent = {name: server.weights[name] for arch in archs for name in space.index(arch)}
             return Task(sent, extra={"candidates": torch.tensor(archs)}, facts={"stage": stage, "tier": tier})
-        tier = self.serves(server, client)
-        return Task(self.network(server, tier), self.arch_of(server, tier), facts={"stage": stage, "tier": tier})
-
-    def candidates(self, server: Server, tier: int) -> list[Arch]:
-        """The best archs so far, and children of theirs."""
-        rng, bracket = server.rng("candidates", tier), self.bracket(server, tier)
-        best = ranked(server.pools[tier])[: self.parents]
-        again = best[: self.pool - 1]
-        return again + [offspring(bracket, best, self.mutation, rng) for _ in range(self.pool - len(again))]
-
-    def arch_of(self, server: Server, tier: int) -> Arch:
-        """The tier's arch: the best that was found so far; any of its bracket where nothing was scored."""
-        known = [tuple(server.archs[tier])] if server.archs else ranked(server.pools[tier])
-        return known[0] if known else self.bracket(server, tier).sample(rng_of(server.job.seed, "unscored", tier))
-
-    def network(self, server: Server, tier: int) -> Weights:
-        return server.tuned.get(str(tier)) or server.space.cut(server.weights, self.arch_of(server, tier))
-
-    def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
-        stage = self.stage(server)
-        if stage == "supernet":
-            parts = [(r.weights, unpack_paths(r.extra)) for r in replies]
-            return server.replace(weights=op_aware(server.space, server.weights, parts))
-        if stage == "search":
-            pools = list(server.pools)
-            for r in replies:
-                tier, images = int(r.facts["tier"]), float(r.facts["images"])
-                archs, accuracies = r.extra["candidates"].tolist(), r.extra["accuracies"].tolist()
-                for arch, accuracy in {tuple(a): x for a, x in zip(archs, accuracies, strict=True)}.items():
-                    pools[tier] = noted(pools[tier], arch, accuracy, images)
-            return server.replace(pools=pools)
-        tuned = {
-            str(tier): average(
-                self.network(server, tier), [(r.weights, r.samples) for r in replies if r.facts["tier"] == tier]
-            )
-            for tier in range(self.tiers)
-        }
-        return server.replace(tuned=tuned, archs=[list(self.arch_of(server, t)) for t in range(self.tiers)])
-
-    def offer(self, server: Server, client: Seat) -> Task:
-        tier = server.tiers[client.id]
-        return Task(self.network(server, tier), self.arch_of(server, tier), facts={"tier": tier})
-
-    # the client -------------------------------------------------------------------------------------------------
+        return self.network(server, serves(server, client), stage=stage)
 
     async def work(self, task: Task, client: Client) -> Reply:
         trained, searched = self.stages(client.rounds)
         if task.facts["stage"] == "supernet":
-            options = unpack_options(client.space, task.extra["options"])
-            bracket = Bracket(client.space, -1.0, float(task.facts["flops"]), client.fits)
-            draw = lambda first: bracket.sample(client.rng(f"path {first}"), options)  # noqa: E731
-            lr = client.local.lr_at(client.round, trained)
-            weights, paths, loss = await train_paths(task.weights, client, draw, self.draw_every, lr)
-            return Reply(weights, extra=pack_paths(paths), facts={"loss": loss})
+            return await train_within(task, client, self.draw_every, client.local.lr_at(client.round, trained))
         if task.facts["stage"] == "search":
-            archs = task.extra["candidates"]
-            accuracies = await score_paths(task.weights, client, [tuple(arch) for arch in archs.tolist()])
-            facts = {"tier": task.facts["tier"], "images": client.size("val")}
-            return Reply(extra={"candidates": archs, "accuracies": torch.tensor(accuracies)}, facts=facts)
+            return await score_candidates(task, client)
         net = client.build(task)
         lr = self.tune_lr or client.local.lr_at(client.round - searched, client.rounds - searched)
         loss = await client.fit(net, lr=lr)
         return Reply(client.take(net), task.arch, facts={"loss": loss, "tier": task.facts["tier"]})
+
+    def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
+        stage, tiers = self.stage(server), range(self.tiers)
+        if stage == "supernet":
+            return server.replace(weights=merge_paths(server.space, server.weights, replies))
+        if stage == "search":
+            return server.replace(pools=absorbed(server.pools, replies))
+        parts = [[(r.weights, r.samples) for r in replies if r.facts["tier"] == t] for t in tiers]
+        tuned = {str(t): average(self.network(server, t).weights, parts[t]) for t in tiers}
+        return server.replace(tuned=tuned, archs=[list(arch_of(server, t)) for t in tiers])
+
+    def offer(self, server: Server, client: Seat) -> Task:
+        return self.network(server, server.tiers[client.id])
+
+    def network(self, server: Server, tier: int, **facts: str) -> Task:
+        """The tier's network: tuned, or as it comes out of the supernet."""
+        arch = arch_of(server, tier)
+        weights = server.tuned.get(str(tier)) or server.space.cut(server.weights, arch)
+        return Task(weights, arch, facts={**facts, "tier": tier})
 
     async def personal(self, task: Task, client: Client) -> nn.Module:
         return await keep(task, client, self.deploy)

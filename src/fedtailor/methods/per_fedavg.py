@@ -21,7 +21,7 @@ from ..engine.client import Client
 from ..engine.jobs import Batch
 from ..engine.steps import gradients
 from ..method import Card, Reply, Task
-from ..options import AtLeastOne, Positive
+from ..options import AtLeastOne, Count, Positive
 from ..registry import register
 from .fedavg import FedAvg
 
@@ -48,11 +48,13 @@ class PerFedAvg(FedAvg):
     alpha: Positive = 0.01  # alpha, of the inner step
     variant: Literal["fo", "hf"] = "fo"  # first order, or Hessian-free, which wants a smaller local.lr
     delta: Positive = 1e-3  # of the difference in "hf"
+    tau: Count = 0  # tau, local steps in a round; 0: local.epochs
     adapt_steps: AtLeastOne = 1  # inner steps with which a client makes its network, on its training images
 
     async def work(self, task: Task, client: Client) -> Reply:
         net, draws = client.build(task), 2 if self.variant == "fo" else 3
-        loss = await client.loop(self.step(net, client), [net], over=("train",) * draws, passes=PASSES[self.variant])
+        over, steps, passes = ("train",) * draws, self.tau or None, PASSES[self.variant]
+        loss = await client.loop(self.step(net, client), [net], over=over, steps=steps, passes=passes)
         return Reply(client.take(net), task.arch, facts={"loss": loss})
 
     async def personal(self, task: Task, client: Client) -> nn.Module:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..engine.client import Client
-from ..method import Task
+from ..errors import UserError
+from ..method import Reply, Task
 from ..spaces.base import Arch, Space, Weights
 
 Options = tuple[tuple[int, ...], ...]  # by dimension, the options that may be drawn
@@ -44,6 +45,11 @@ def op_aware(space: Space, weights: Weights, parts: Sequence[tuple[Weights, Sequ
         n: torch.where(mass[n] > 0, weights[n] + c / mass[n].clamp_min(tiny), weights[n]) for n, c in change.items()
     }
     return weights | merged
+
+
+def merge_paths(space: Space, weights: Weights, replies: Sequence[Reply]) -> Weights:
+    """The supernet after a round of paths."""
+    return op_aware(space, weights, [(r.weights, unpack_paths(r.extra)) for r in replies])
 
 
 @torch.no_grad()
@@ -117,6 +123,23 @@ def some_options(space: Space, limit: int, rng: np.random.Generator) -> Options:
         d = int(rng.choice([d for d, o in enumerate(options) if len(o) > 1]))
         options[d].pop(int(rng.integers(1, len(options[d]))))
     return tuple(map(tuple, options))
+
+
+def sent_part(
+    space: Space, weights: Weights, limit: int, rng: np.random.Generator
+) -> tuple[Weights, dict[str, Tensor]]:
+    """What clients are sent of the supernet: all of it or a random part below the limit; and its options, packed."""
+    if not limit:
+        return weights, {"options": pack_options(space, every_option(space))}
+    options = some_options(space, limit, rng)
+    return {n: weights[n] for n in tensors_for(space, options)}, {"options": pack_options(space, options)}
+
+
+def require_limit(space: Space, limit: int, key: str) -> None:
+    """Raises `UserError` where not even the smallest arch's tensors are below the limit."""
+    least = entries(space, list(space.index(space.smallest))) if limit else 0
+    if least > limit:
+        raise UserError(f"{key} = {limit}: the smallest arch's tensors have {least}.")
 
 
 def tensors_for(space: Space, options: Sequence[Sequence[int]]) -> list[str]:

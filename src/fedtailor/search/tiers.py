@@ -1,26 +1,24 @@
-"""Tiers of devices (FedorAS): brackets of FLOPs, archs within a bracket, and their evolution."""
+"""Tiers of devices (FedorAS): brackets of FLOPs, archs within a bracket, and paths that stay within it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from ..engine.client import Client
 from ..errors import UserError
-from ..method import Job
+from ..method import Job, Reply, Seat, Server, Task
 from ..seeds import rng_of
 from ..spaces.base import Arch, Space
-from .paths import Options, every_option
+from .paths import Options, every_option, pack_paths, train_paths, unpack_options
 
 MASS = 0.95  # of the sampled FLOPs that lies below the last bracket
-TRIES = 200
 STARTS = 20
 STEPS = 200  # changes of one choice until another start is tried
-
-Pool = list[dict[str, Any]]  # scored archs: arch, accuracy, images
 
 
 @dataclass(frozen=True)
@@ -83,28 +81,33 @@ def assigned(job: Job, tiers: int, by: str) -> list[int]:
     return found
 
 
-def offspring(bracket: Bracket, parents: Sequence[Arch], mutation: float, rng: np.random.Generator) -> Arch:
-    """A child of two parents: every choice from either, some drawn anew; within the bracket."""
-    for _ in range(TRIES if parents else 0):
-        a, b = (parents[int(i)] for i in rng.integers(len(parents), size=2))
-        child = [x if take else y for x, y, take in zip(a, b, rng.random(len(a)) < 0.5, strict=True)]
-        for d in np.flatnonzero(rng.random(len(child)) < mutation):
-            child[d] = int(rng.integers(len(bracket.space.dimensions[d].options)))
-        if bracket.holds(tuple(child)):
-            return tuple(child)
-    return bracket.sample(rng)
+def layout(job: Job, tiers: int, assign: str, probes: int) -> dict[str, Any]:
+    """What the server knows of tiers: every client's, and the ends of their brackets."""
+    return {"tiers": assigned(job, tiers, assign), "edges": edges(job.space, tiers, probes, job.seed)}
 
 
-def ranked(pool: Pool) -> list[Arch]:
-    """Scored archs, the most accurate first; of equals the one known for longer."""
-    return [tuple(entry["arch"]) for entry in sorted(pool, key=lambda entry: -entry["accuracy"])]
+def require_archs(server: Server) -> None:
+    """Raises `UserError` where a tier has no arch that its clients can hold."""
+    for tier in range(len(server.edges) - 1):
+        bracket_of(server, tier).sample(rng_of(server.job.seed, "check", tier))
 
 
-def noted(pool: Pool, arch: Arch, accuracy: float, images: float) -> Pool:
-    """The pool with one more score: an arch's accuracy is over all images that it was ever scored on."""
-    for i, entry in enumerate(pool):
-        if tuple(entry["arch"]) == arch:
-            total = entry["images"] + images
-            mean = entry["accuracy"] + (accuracy - entry["accuracy"]) * images / total
-            return [*pool[:i], entry | {"accuracy": mean, "images": total}, *pool[i + 1 :]]
-    return [*pool, {"arch": list(arch), "accuracy": accuracy, "images": images}]
+def bracket_of(server: Server, tier: int) -> Bracket:
+    """What a tier's network may cost, for all clients that work on it: those of the tier and of higher ones."""
+    seats = {(s.budget, s.profile): s for s, t in zip(server.job.seats, server.tiers, strict=True) if t >= tier}
+    fits = lambda arch: all(seat.fits(arch) for seat in seats.values())  # noqa: E731
+    return Bracket(server.space, server.edges[tier], server.edges[tier + 1], fits)
+
+
+def serves(server: Server, client: Seat) -> int:
+    """The tier whose network a client trains in this round: its own, or a lower one."""
+    return int(server.rng("serves", client.id).integers(server.tiers[client.id] + 1))
+
+
+async def train_within(task: Task, client: Client, draw_every: int, lr: float) -> Reply:
+    """A client's round of single paths, drawn among the task's options within its FLOPs."""
+    options = unpack_options(client.space, task.extra["options"])
+    bracket = Bracket(client.space, -1.0, float(task.facts["flops"]), client.fits)
+    draw = lambda first: bracket.sample(client.rng(f"path {first}"), options)  # noqa: E731
+    weights, paths, loss = await train_paths(task.weights, client, draw, draw_every, lr)
+    return Reply(weights, extra=pack_paths(paths), facts={"loss": loss})
