@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import data, fleet, gain, join, milestones, new, partition, policies, report, serving, shrink, space, take
+from . import data, fleet, gain, join, milestones, new, partition, policies, report, serving, shrink, space, take, ui
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -35,6 +35,7 @@ app.add_typer(fleet.app, name="fleet", help="Show the clients' devices, budgets 
 app.add_typer(space.app, name="space", help="Show a search space or one of its architectures.")
 app.command("report")(report.report_command)
 app.command("compare")(report.compare_command)
+app.command("ui")(ui.ui_command)
 app.command("milestones")(milestones.milestones_command)
 app.command("policies")(policies.policies_command)
 app.command("gain")(gain.gain_command)

@@ -65,6 +65,7 @@ class Rounds:
 
     def __init__(self, job: Job, method: Method, fleet: Fleet, rules: FleetConfig) -> None:
         self.job, self.method, self.fleet, self.rules = job, method, fleet, rules
+        self.began: Callable[[int, Sequence[int]], None] = lambda number, clients: None  # told of rounds that begin
 
     def begin(self) -> State:
         return State(self.method.start(self.job))
@@ -100,6 +101,7 @@ class Rounds:
         began = time.perf_counter()
         events: list[Event] = []
         present = self.present(number)
+        self.began(number, present)
         server, memories = self.exchange(self.method, state.server, state.memories, number, present, events)
         server.round = number
         state.server, state.round = server, number

@@ -80,7 +80,7 @@ def run_page(run: Results) -> dict[str, Any]:
         "split": split,
         "round": at,
         "headline": [(kind, words.KIND_NAMES[kind], words.KIND_WORDS[kind], s) for kind, s in run.spreads.items() if s],
-        "settings": _settings(run.config),
+        "settings": settings(run.config),
         "partition": _partition(run),
         "curves": _pictures(plots.accuracy_curves(run), plots.loss_curve(run)),
         "clients": _pictures(plots.client_accuracy(run), plots.accuracy_by_samples(run), plots.gain(run)),
@@ -96,7 +96,7 @@ def _pictures(*found: plots.Picture | None) -> list[plots.Picture]:
     return [picture for picture in found if picture]
 
 
-def _settings(config: dict[str, Any]) -> list[tuple[str, Any, list[tuple[str, Any]]]]:
+def settings(config: dict[str, Any]) -> list[tuple[str, Any, list[tuple[str, Any]]]]:
     """The config as titled lists: the top-level keys first, then table by table, its name beside its title."""
     plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
     tables = [(key, value) for key, value in config.items() if isinstance(value, dict) and value]

@@ -40,6 +40,7 @@ from ..values import read_value, write_bytes, write_value
 from . import checkpoint
 from .events import EventLog
 from .given import give
+from .live import Live
 
 Say = Callable[[str], None]
 Report = Callable[[Event], None]
@@ -51,6 +52,9 @@ class Watcher:
     def begin(self, title: str, done: int, rounds: int) -> None: ...
 
     def round(self, number: int, facts: dict[str, float]) -> None: ...
+
+    def events(self, number: int, events: Sequence[Event]) -> None:
+        """The rows of a whole round, or those of the last evaluation, before they reach the log."""
 
     def say(self, text: str) -> None: ...
 
@@ -64,6 +68,7 @@ class Driver(Protocol):
     """Whatever runs the rounds: the engine of this machine, or a server of real clients."""
 
     precision: str  # of the arithmetic
+    began: Callable[[int, Sequence[int]], None]  # told of every round that begins, and its clients
 
     def begin(self) -> State: ...
 
@@ -85,6 +90,14 @@ class LocalDriver:
         self.federation, self.test = federation, test
         self.begin, self.close = federation.begin, federation.engine.close
         self.precision = federation.engine.precision
+
+    @property
+    def began(self) -> Callable[[int, Sequence[int]], None]:
+        return self.federation.began
+
+    @began.setter
+    def began(self, told: Callable[[int, Sequence[int]], None]) -> None:
+        self.federation.began = told
 
     def rounds(self, state: State, report: Report, due: Callable[[int], bool]) -> Iterator[State]:
         for _ in self.federation.rounds(state, report):
@@ -276,6 +289,8 @@ def drive(driver: Driver, config: Config, job: Job, out: Path, device: torch.dev
     write_facts(out, facts)
     began, before = time.perf_counter(), float(facts["seconds"])
     evaluate_every, save_every = cadence(config)
+    live = Live(out, config.rounds, state.round)
+    driver.began, sizes = live.working, [len(d.options) for d in job.space.dimensions]
 
     def due(number: int) -> bool:
         return 0 < number < config.rounds and number % evaluate_every == 0
@@ -293,11 +308,14 @@ def drive(driver: Driver, config: Config, job: Job, out: Path, device: torch.dev
             save("running")
         for _ in driver.rounds(state, pending.append, due):
             watch.round(state.round, _progress(pending))
+            watch.events(state.round, pending)
+            live.policies(state.round, state.server.values, sizes)
             _commit(log, pending)
             logged = state.round
             if state.round % save_every == 0 or state.round == config.rounds:
                 save("running")
         events, kept = driver.finish(state)
+        watch.events(state.round, events)
         _commit(log, events)
         save_networks(out / "nets", job.space, kept)
         log.flush()
@@ -311,12 +329,14 @@ def drive(driver: Driver, config: Config, job: Job, out: Path, device: torch.dev
         watch.end()
         driver.close()
         log.close()
+        live.end()
     return out
 
 
 def _commit(log: EventLog, events: list[Event]) -> None:
     for event in events:
         log.add(event)
+    log.show()
     events.clear()
 
 
@@ -397,6 +417,12 @@ def common_facts(
         "client_names": [seat.name for seat in job.seats],
         "method_paper": method.paper,
         "deviations": list(method.deviations),
+        "method_card": {
+            "shared": method.card.shared,
+            "personal": method.card.personal,
+            "policy": method.card.policy,
+            "search": method.card.search,
+        },
         "dimensions": [{"name": d.name, "options": list(d.options)} for d in space.dimensions],
     }
 
