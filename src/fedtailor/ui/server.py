@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,8 +163,8 @@ def _json(found: Any, status: int, headers: dict[str, str] | None = None) -> Res
     return Response(text, status, headers, "application/json")
 
 
-def _runs(shelf: Shelf, request: Request) -> Awaitable[Response]:
-    return _answer(request, lambda: f"{time.monotonic_ns()}", lambda: {"root": shelf.root.name, "runs": shelf.cards()})
+async def _runs(shelf: Shelf, request: Request) -> Response:
+    return await _answer(request, lambda: f"{time.monotonic_ns()}", lambda: {"root": shelf.root.name, "runs": shelf.cards()})
 
 
 def _read(shelf: Shelf, run: str) -> Results:
@@ -174,16 +174,16 @@ def _read(shelf: Shelf, run: str) -> Results:
     return follower.results
 
 
-def _compare(shelf: Shelf, request: Request) -> Awaitable[Response]:
+async def _compare(shelf: Shelf, request: Request) -> Response:
     names = request.query_params.getlist("run")[:24]
-    return _answer(
+    return await _answer(
         request,
         lambda: "-".join(str(shelf.follower(name).version) for name in names),
         lambda: views.comparison(_read(shelf, name) for name in names),
     )
 
 
-def _view(shelf: Shelf, request: Request) -> Awaitable[Response]:
+async def _view(shelf: Shelf, request: Request) -> Response:
     name, query = request.query_params.get("run", ""), request.query_params
     whole = lambda key: int(query[key]) if query.get(key, "").isdecimal() else -1  # noqa: E731
     known: dict[str, Callable[[Results], Any]] = {
@@ -211,4 +211,4 @@ def _view(shelf: Shelf, request: Request) -> Awaitable[Response]:
         follower = shelf.follower(name)
         return f"{follower.version}-{follower.status}-{view}-{whole('client')}-{whole('round')}"
 
-    return _answer(request, version, work)
+    return await _answer(request, version, work)
