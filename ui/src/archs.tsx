@@ -58,7 +58,7 @@ function Atlas({ run, data, archs, devices }: { run: Overview; data: Clients; ar
     <Figure wide title="Atlas" file={`${run.name}-atlas`} at={{ run: run.name, round: data.round, split: data.split, seed: run.seed }} keys={keys} deps={[archs, data, by, devices]} onPick={(dot) => { location.hash = href(run.id, "clients", String(dot.client)); }}
       caption={<>Clients near each other have like architectures (classical scaling of the distance between choices; the axes hold {percent(archs.explained![0], 0)} and {percent(archs.explained![1], 0)} of it). Larger: more accurate. Equal architectures stand as a flower. Click opens the client.</>}
       rows={() => archs.clients.map((c, i) => ({ client: c, name: data.name[c], x: archs.xy![i]![0], y: archs.xy![i]![1], accuracy: data.personal[c], images: data.samples[c], label: data.counts?.[c] ? data.classes[mainClass(data.counts[c]!)] : "", device: devices?.device[c], arch: data.arch?.[c] }))}
-      draw={(width) => dots(all, { width, height: Math.min(460, width * 0.5), axes: false })}>
+      draw={(width) => dots(all, { width, height: Math.min(460, width * 0.45), axes: false, names: all.length <= 40 ? (d) => data.name[d.client!]! : undefined })}>
       <Choose label="Colour" value={by} options={options} set={setBy} />
     </Figure>
   );
@@ -125,7 +125,7 @@ function Shares({ run, archs }: { run: Overview; archs: Data }) {
           const head = document.createElement("p");
           head.textContent = d.name;
           cell.append(head, Plot.plot({
-            width: Math.floor(width / across) - 12, height: 120, marginLeft: 36, marginTop: 4, marginBottom: 22, style: { fontSize: "10px", background: "transparent" },
+            width: Math.floor(width / across) - 12, height: 120, marginLeft: 42, marginTop: 4, marginBottom: 22, style: { fontSize: "10px", background: "transparent" },
             x: { label: null, ticks: 4 }, y: { label: null, ticks: 3, tickFormat: (v: number) => `${100 * v} %`, domain: [0, 1] },
             marks: [Plot.areaY(all, { x: "round", y: "share", z: "o", order: "o", curve: "step-after", fill: (p: any) => optionColour(d.options[p.o]!, p.o, d.options.length, archs.numeric[from + k]!), title: (p: any) => p.option } as any)],
           }));
@@ -155,7 +155,7 @@ function Cells({ run, archs, data, client }: { run: Overview; archs: Data; data:
   const at = { run: run.name, round: archs.round, seed: run.seed };
   const table = (cell: number) => (
     <Figure title={["Normal cell", "Reduction cell"][cell]! + ": operations by edge"} file={`${run.name}-edges-${cell ? "reduce" : "normal"}`} at={at} deps={[archs, client]} caption="The share of clients whose network has the operation on the edge." rows={rows}
-      draw={(width) => cells(EDGES.map(([from, to]) => `${["k−2", "k−1", "0", "1", "2"][from]} → ${to - 2}`), archs.dimensions[14 * cell]!.options, (i, j) => archs.choices.filter((arch) => arch[14 * cell + i]!.includes(j)).length / archs.choices.length, { width, colour: (v) => blue(v), dark: (v) => v > 0.55, text: (v) => percent(v, 0), side: 90 })} />
+      draw={(width) => cells(EDGES.map(([from, to]) => `${["k−2", "k−1", "0", "1", "2"][from]} → ${to - 2}`), archs.dimensions[14 * cell]!.options, (i, j) => archs.choices.filter((arch) => arch[14 * cell + i]!.includes(j)).length / archs.choices.length, { width, colour: (v) => blue(v), dark: (v) => v > 0.55, text: (v) => percent(v, 0), side: 150 })} />
   );
   return (
     <>

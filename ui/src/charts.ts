@@ -3,7 +3,7 @@ import * as Plot from "@observablehq/plot";
 import { percent } from "./format";
 
 export interface Line { label: string; colour: string; dash?: string; x: number[]; y: (number | null)[]; band?: (number | null)[]; thin?: boolean }
-interface LineOptions { width: number; height?: number; share?: boolean; xLabel?: string; yLabel?: string; xFormat?: (v: number) => string; yFormat?: (v: number) => string; zero?: boolean; log?: boolean }
+interface LineOptions { width: number; height?: number; share?: boolean; xLabel?: string; yLabel?: string; xFormat?: (v: number) => string; yFormat?: (v: number) => string; zero?: boolean; log?: boolean; extra?: any[] }
 
 const base = { fontSize: "11px", background: "transparent", overflow: "visible" };
 
@@ -16,6 +16,7 @@ export function lines(all: Line[], o: LineOptions): Element {
     x: { label: o.xLabel ?? "round", grid: false, tickFormat: o.xFormat as any, ticks: Math.max(3, Math.min(8, Math.floor(o.width / 90))), labelAnchor: "right", nice: false, type: o.log ? "log" : "linear" },
     y: { label: o.yLabel ?? null, grid: true, tickFormat: o.yFormat ?? (o.share ? (v: number) => `${+(100 * v).toFixed(1)} %` : undefined), nice: true, zero: o.zero, ticks: 5 },
     marks: [
+      ...(o.extra ?? []),
       ...all.map((line, i) => line.band ? Plot.areaY(points.filter((p) => p.i === i && p.low != null), { x: "x", y1: (p: any) => clamp(p.low), y2: (p: any) => clamp(p.high), fill: line.colour, fillOpacity: 0.13 }) : null),
       ...all.map((line, i) => Plot.line(points.filter((p) => p.i === i), { x: "x", y: "y", stroke: line.colour, strokeWidth: line.thin ? 1 : 1.9, strokeOpacity: line.thin ? 0.55 : 1, strokeDasharray: line.dash || undefined })),
       ...all.map((line, i) => line.x.length < 14 && !line.thin ? Plot.dot(points.filter((p) => p.i === i), { x: "x", y: "y", fill: line.colour, r: 2.4 }) : null),
@@ -47,17 +48,18 @@ export function bars(values: { x: number; y: number; kind: string }[], colours: 
 }
 
 export interface Dot { x: number; y: number; title: string; r?: number; fill: string; symbol?: string; stroke?: string; client?: number }
-export function dots(points: Dot[], o: LineOptions & { xShare?: boolean; diagonal?: boolean; equal?: boolean; extra?: any[]; r?: number; axes?: boolean; marginLeft?: number }): Element {
+export function dots(points: Dot[], o: LineOptions & { xShare?: boolean; diagonal?: boolean; r?: number; names?: (p: Dot) => string; axes?: boolean; marginLeft?: number }): Element {
   const plain = o.axes === false;
   return Plot.plot({
     width: o.width, height: o.height ?? 260, marginLeft: plain ? 8 : o.marginLeft ?? 50, marginRight: 16, marginTop: 12, marginBottom: plain ? 8 : 34, style: base,
-    x: plain ? { axis: null } : { label: o.xLabel, grid: true, type: o.log ? "log" : "linear", tickFormat: o.xFormat ?? (o.xShare ? (v: number) => `${+(100 * v).toFixed(1)} %` : o.log ? short : undefined), ticks: Math.max(3, Math.floor(o.width / 100)), zero: o.zero, nice: !o.log } as any,
-    y: plain ? { axis: null } : { label: o.yLabel ?? null, grid: true, tickFormat: o.yFormat ?? (o.share ? (v: number) => `${+(100 * v).toFixed(1)} %` : undefined), ticks: 5, nice: true } as any,
+    x: plain ? { axis: null, inset: 16 } : { inset: 8, label: o.xLabel, grid: true, type: o.log ? "log" : "linear", tickFormat: o.xFormat ?? (o.xShare ? (v: number) => `${+(100 * v).toFixed(1)} %` : o.log ? short : undefined), ticks: Math.max(3, Math.floor(o.width / 100)), zero: o.zero, nice: !o.log } as any,
+    y: plain ? { axis: null, inset: 16 } : { inset: 8, label: o.yLabel ?? null, grid: true, tickFormat: o.yFormat ?? (o.share ? (v: number) => `${+(100 * v).toFixed(1)} %` : undefined), ticks: 5, nice: true } as any,
     r: { type: "identity" }, symbol: { type: "identity" } as any, color: { type: "identity" },
     marks: [
       ...(o.diagonal ? [Plot.line(span(points), { x: "v", y: "v", stroke: "currentColor", strokeOpacity: 0.5, strokeDasharray: "4 3" })] : []),
       ...(o.extra ?? []),
       Plot.dot(points, { x: "x", y: "y", fill: "fill", r: (p: Dot) => p.r ?? o.r ?? 3.5, fillOpacity: 0.78, symbol: ((p: Dot) => p.symbol ?? "circle") as any, stroke: (p: Dot) => p.stroke ?? "var(--paper)", strokeWidth: 0.6 } as any),
+      ...(o.names ? [Plot.text(points, { x: "x", y: "y", text: o.names as any, dy: -14, fontSize: 10, fill: "var(--soft)" })] : []),
       Plot.dot(points, Plot.pointer({ x: "x", y: "y", r: 9, stroke: "currentColor", strokeWidth: 1.3, fill: "none" } as any)),
       Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: "title", fill: "var(--paper)", stroke: "var(--rule)" })),
     ],
@@ -70,7 +72,7 @@ function span(points: Dot[]) {
 
 export function histogram(values: { value: number; fill: string }[], o: LineOptions & { bins: number[]; mark?: number[] }): Element {
   return Plot.plot({
-    width: o.width, height: o.height ?? 220, marginLeft: 42, marginTop: 12, style: base,
+    width: o.width, height: o.height ?? 220, marginLeft: 42, marginTop: 22, style: base,
     x: { label: o.xLabel, tickFormat: o.xFormat as any, ticks: Math.max(3, Math.floor(o.width / 90)) },
     y: { label: "clients", grid: true, tickFormat: (v: number) => (Number.isInteger(v) ? String(v) : ""), ticks: 5 },
     color: { type: "identity" },

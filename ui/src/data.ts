@@ -100,13 +100,14 @@ async function ask(view: string, params: Params): Promise<{ data: unknown; wait:
 }
 
 /** A view of a run, asked for again every `every` seconds (0: once), and less often where it is dear to make. */
-export function useView<T>(view: string, params: Params, every = 0): State<T> {
+export function useView<T>(view: string, params: Params, every = 0, ready = true): State<T> {
   const name = key(view, params);
   const first = frozen ? (frozen[name] as T) ?? null : (cache.get(name)?.data as T) ?? null;
   const [state, set] = useState<State<T>>({ data: first, problem: "", busy: !frozen });
   const current = useRef(name);
   useEffect(() => {
     if (frozen) return set({ data: (frozen[name] as T) ?? null, problem: "", busy: false });
+    if (!ready) return;
     let timer = 0, over = false;
     if (current.current !== name) set({ data: (cache.get(name)?.data as T) ?? null, problem: "", busy: true });
     current.current = name;
@@ -128,7 +129,7 @@ export function useView<T>(view: string, params: Params, every = 0): State<T> {
     };
     void go();
     return () => { over = true; clearTimeout(timer); };
-  }, [name, every]);
+  }, [name, every, ready]);
   return current.current === name || frozen ? state : { data: (cache.get(name)?.data as T) ?? null, problem: "", busy: true };
 }
 

@@ -4,13 +4,13 @@ import * as Plot from "@observablehq/plot";
 import { type Dot, dots, histogram, lines, short } from "./charts";
 import type { Clients, Costs, Curve, Overview } from "./data";
 import { Figure } from "./figure";
-import { count, percent, size } from "./format";
+import { count, duration, percent, size } from "./format";
 import { Choose, Tile, href, points, worstClients } from "./parts";
 
 export const axes = {
   bytes: { title: "traffic", of: (c: Costs) => c.down.map((v, i) => v + c.up[i]!), say: size },
   flops: { title: "FLOPs at clients", of: (c: Costs) => c.flops, say: (v: number) => count(v) },
-  simulated: { title: "simulated hours", of: (c: Costs) => c.simulated.map((v) => v / 3600), say: (v: number) => `${short(v)} h` },
+  simulated: { title: "simulated hours", of: (c: Costs) => c.simulated.map((v) => v / 3600), say: (v: number) => (v >= 0.1 || v === 0 ? `${short(v)} h` : duration(3600 * v)) },
   measured: { title: "measured seconds", of: (c: Costs) => c.measured, say: (v: number) => `${short(v)} s` },
 } as const;
 export type Axis = keyof typeof axes;
@@ -40,7 +40,8 @@ export function Fairness({ run, data }: { run: Overview; data: Clients }) {
   const curves = (["personal", "global"] as const).flatMap((kind) => { const c = run.series[kind]; return c ? [{ label: kind as string, colour: kind === "personal" ? "var(--blue)" : "var(--orange)", dash: kind === "personal" ? "" : "6 3", x: spent(run.costs, axis, c.rounds), y: c.mean, rounds: c.rounds }] : []; });
   if (run.series.worst) curves.push({ label: "worst decile", colour: "var(--red)", dash: "2 3", x: spent(run.costs, axis, run.series.worst.rounds), y: run.series.worst.mean, rounds: run.series.worst.rounds });
   const table = () => known.map((d) => ({ client: d.c, name: data.name[d.c], personal: d.v, global: data.global?.[d.c], images: data.samples[d.c], worst_decile: worst.has(d.c) }));
-  const bins = Array.from({ length: 21 }, (_, i) => i / 20), low = Math.floor(known[0]!.v * 20) / 20;
+  const range = known.at(-1)!.v - known[0]!.v, step = [0.005, 0.01, 0.02, 0.025, 0.05].find((s) => range / s <= 24) ?? 0.05;
+  const bins = Array.from({ length: Math.ceil(range / step) + 2 }, (_, i) => step * (Math.floor(known[0]!.v / step) + i));
   return (
     <>
       <div class="tiles">
@@ -56,7 +57,7 @@ export function Fairness({ run, data }: { run: Overview; data: Clients }) {
             Plot.rectX([0], { x1: 0.5, x2: tail.length + 0.5, fill: "var(--red)", fillOpacity: 0.08 }), Plot.ruleY([mean], { stroke: "var(--blue)", strokeDasharray: "5 4", strokeOpacity: 0.7 }),
             ...(ring.length ? [Plot.dot(ring, { x: "x", y: "y", r: known.length > 300 ? 1.6 : 3.4, stroke: "var(--orange)", fill: "none", symbol: "circle" } as any)] : []),
           ] })} />
-        <Figure title="Distribution" file={`${run.name}-distribution`} at={at} deps={[data]} rows={table} caption="Clients by their accuracy; the worst decile in red, the mean dashed." draw={(width) => histogram(known.map((d) => ({ value: d.v, fill: worst.has(d.c) ? "var(--red)" : "var(--blue)" })), { width, bins: bins.filter((b) => b >= low - 1e-9), mark: [mean], xFormat: (v) => `${Math.round(100 * v)} %`, xLabel: "accuracy" })} />
+        <Figure title="Distribution" file={`${run.name}-distribution`} at={at} deps={[data]} rows={table} caption="Clients by their accuracy; the worst decile in red, the mean dashed." draw={(width) => histogram(known.map((d) => ({ value: d.v, fill: worst.has(d.c) ? "var(--red)" : "var(--blue)" })), { width, bins, mark: [mean], xFormat: (v) => `${Math.round(100 * v)} %`, xLabel: "accuracy" })} />
         {gains.some((g) => g.v !== 0) && <Figure title="Gain over the global model" file={`${run.name}-gain-over-global`} at={at} deps={[data]} caption={`${better} of ${gains.length} clients fare better with their own network.`} rows={() => gains.map((g) => ({ client: g.c, name: data.name[g.c], gain: g.v }))}
           draw={(width) => histogram(gains.map((g) => ({ value: 100 * g.v, fill: g.v > 0 ? "var(--blue)" : "var(--red)" })), { width, bins: Array.from({ length: 22 }, (_, i) => 100 * reach * (-1 + (2 * i) / 21)), mark: [0], xLabel: "personal − global, percentage points" })} />}
         {sizes.length > 0 && <Figure title="Accuracy against data" file={`${run.name}-samples`} at={at} deps={[data]} rows={table} onPick={pick} caption="Each dot is a client."

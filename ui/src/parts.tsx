@@ -59,7 +59,7 @@ export function Mix({ counts, classes, width = 110 }: { counts: number[]; classe
 export function Spark({ values, width = 84, height = 20 }: { values: (number | null)[]; width?: number; height?: number }) {
   const known = values.filter((v): v is number => v != null);
   if (!known.length) return null;
-  const low = Math.min(...known), high = Math.max(...known, low + 1);
+  const flat = Math.max(...known) === Math.min(...known), low = Math.min(...known) - (flat ? 1 : 0), high = Math.max(...known) + (flat ? 1 : 0);
   const points = values.map((v, i) => (v == null ? null : `${((width - 4) * i) / Math.max(1, values.length - 1) + 2},${height - 3 - ((height - 6) * (v - low)) / (high - low)}`)).filter(Boolean);
   return <svg class="spark" width={width} height={height} aria-hidden="true"><polyline points={points.join(" ")} fill="none" stroke="var(--blue)" stroke-width={1.4} />{points.length === 1 && <circle cx={points[0]!.split(",")[0]} cy={points[0]!.split(",")[1]} r={1.8} fill="var(--blue)" />}</svg>;
 }

@@ -140,7 +140,7 @@ def _write_report(folder: Path) -> Path | None:
     """The report, where its extra is installed."""
     from importlib.util import find_spec
 
-    if find_spec("matplotlib") is None:
+    if find_spec("jinja2") is None:
         console.print("no report: install it with  pip install 'fedtailor[report]'", markup=False)
         return None
     from ..report.html import write_report

@@ -51,7 +51,7 @@ def ui_command(
         raise UserError(
             f"--host {host} lets other machines in. Runs hold names of clients, pictures of theirs and paths of this "
             "machine, so readers must prove that they may: add --token auto, or --token with a secret of your own. The "
-            "connection is not encrypted; across networks that you do not trust, use an SSH tunnel to 127.0.0.1 instead."
+            "connection is not encrypted: across networks that you do not trust, use an SSH tunnel to 127.0.0.1."
         )
     if token and token != "auto" and len(token) < 16:
         raise UserError("--token: at least 16 characters, so that it cannot be guessed; or auto.")
@@ -64,7 +64,9 @@ def ui_command(
     try:
         listening.bind((host, port))
     except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}). Choose another --port; 0 is any.") from None
+        raise UserError(
+            f"cannot listen on {host}:{port} ({error.strerror}). Choose another --port; 0 is any."
+        ) from None
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
     console = Console()

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,8 +66,8 @@ def read_events(path: Path, names: Sequence[str] = ()) -> Events:
     columns, broken = reader.read(body)
     if len(broken):
         raise UserError(
-            f"{path} is damaged at line {2 + int(broken[0])}: it should read '{','.join(HEADER)}'. Restore the file, or "
-            "run again; of an unfinished run, `fedtailor resume` keeps the rows up to its last checkpoint."
+            f"{path} is damaged at line {2 + int(broken[0])}: it should read '{','.join(HEADER)}'. Restore the file, "
+            "or run again; of an unfinished run, `fedtailor resume` keeps the rows up to its last checkpoint."
         )
     return reader.events([columns])
 
@@ -115,11 +116,9 @@ class Reader:
 
     def events(self, parts: Sequence[Columns], grown: bool = False) -> Events:
         """Several pieces as one table; a log that has only `grown` has no row twice."""
-        kinds = (np.int64, np.int64, np.int64, np.int64, np.float64, np.int64)
-        columns = [
-            np.concatenate(column) if column else np.zeros(0, kind)
-            for column, kind in zip(list(zip(*parts, strict=True)) or [()] * 6, kinds, strict=True)
-        ]
+        nothing = np.zeros(0, np.int64)
+        empty: Columns = nothing, nothing, nothing, nothing, np.zeros(0), nothing
+        columns: list[Any] = [np.concatenate(column) for column in zip(empty, *parts, strict=True)]
         round, client, split, metric, value, text = columns
         if len(round) and not grown:
             keep = _last_of_each(round, client, split, metric)
@@ -170,7 +169,7 @@ class _Text:
         return [self.part(int(start[i]), int(end[i])) for i in first[order]], np.argsort(order)[which]
 
     def _hashes(self, start: Ints, end: Ints) -> Words:
-        """A number for each part: equal parts have equal ones, and different ones do not meet but by a chance of 2^-64."""
+        """A number for each part: equal parts have equal ones, different ones the same by a chance of 2^-64."""
         found = (end - start).astype(np.uint64)
         for k in range(0, int((end - start).max(initial=0)), 8):
             left = np.clip(end - start - k, 0, 8)

@@ -68,9 +68,12 @@ class Driver(Protocol):
     """Whatever runs the rounds: the engine of this machine, or a server of real clients."""
 
     precision: str  # of the arithmetic
-    began: Callable[[int, Sequence[int]], None]  # told of every round that begins, and its clients
 
     def begin(self) -> State: ...
+
+    def follow(self, told: Callable[[int, Sequence[int]], None]) -> None:
+        """Has every round that begins told, with its clients."""
+        ...
 
     def rounds(self, state: State, report: Report, due: Callable[[int], bool]) -> Iterator[State]:
         """The remaining rounds; where `due` says so, with evaluations on val after a round."""
@@ -88,16 +91,8 @@ class LocalDriver:
 
     def __init__(self, federation: Federation, test: Store) -> None:
         self.federation, self.test = federation, test
-        self.begin, self.close = federation.begin, federation.engine.close
+        self.begin, self.follow, self.close = federation.begin, federation.follow, federation.engine.close
         self.precision = federation.engine.precision
-
-    @property
-    def began(self) -> Callable[[int, Sequence[int]], None]:
-        return self.federation.began
-
-    @began.setter
-    def began(self, told: Callable[[int, Sequence[int]], None]) -> None:
-        self.federation.began = told
 
     def rounds(self, state: State, report: Report, due: Callable[[int], bool]) -> Iterator[State]:
         for _ in self.federation.rounds(state, report):
@@ -290,7 +285,8 @@ def drive(driver: Driver, config: Config, job: Job, out: Path, device: torch.dev
     began, before = time.perf_counter(), float(facts["seconds"])
     evaluate_every, save_every = cadence(config)
     live = Live(out, config.rounds, state.round)
-    driver.began, sizes = live.working, [len(d.options) for d in job.space.dimensions]
+    driver.follow(live.working)
+    sizes = [len(d.options) for d in job.space.dimensions]
 
     def due(number: int) -> bool:
         return 0 < number < config.rounds and number % evaluate_every == 0

@@ -102,8 +102,8 @@ class Follower:
             raise UserError("run.json was not written by fedtailor.")
         if facts["format"] != FORMAT:
             raise UserError(
-                f"this run has format {facts['format']}, this fedtailor reads format {FORMAT}. Read it with the version "
-                f"that wrote it: pip install fedtailor=={facts.get('fedtailor', '<version>')}"
+                f"this run has format {facts['format']}, this fedtailor reads format {FORMAT}. Read it with the "
+                f"version that wrote it: pip install fedtailor=={facts.get('fedtailor', '<version>')}"
             )
         config = _parse(self.folder / "config.toml", tomllib.loads)
         names = [str(name) for name in facts.get("client_names") or ()]
@@ -129,7 +129,9 @@ class Follower:
                 file.seek(self._offset)
                 data = file.read()
         except OSError:
-            raise UserError("it has no events.csv yet. A run that has just started writes it in its first round.") from None
+            raise UserError(
+                "it has no events.csv yet. A run that has just started writes it in its first round."
+            ) from None
         data = data[: data.rfind(b"\n") + 1]  # half a line waits until it is whole
         if data:
             self._add(data)

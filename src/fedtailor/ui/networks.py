@@ -36,8 +36,8 @@ def _require_ours(run: Results) -> None:
 
 
 @lru_cache(maxsize=8)
-def _opened(folder: Path, stamp: int) -> tuple[Any, Any]:
-    """Config and space of a run."""
+def _opened(folder: Path, stamp: int) -> tuple[Any, Any]:  # noqa: ARG001
+    """Config and space of a run; opened again where the stamp is another."""
     from ..config import load
     from ..runs.execute import open_space
 
@@ -49,7 +49,7 @@ def opened(run: Results) -> tuple[Any, Any]:
     return _opened(run.folder, (run.folder / "config.toml").stat().st_mtime_ns)
 
 
-def arch_of(space: Any, found: Choices) -> Any:
+def arch_of(found: Choices) -> Any:
     """Choices as the space takes them: one option each, or a sub-network with several."""
     if all(len(kept) == 1 for kept in found):
         return tuple(kept[0] for kept in found)
@@ -61,7 +61,7 @@ def _archs(run: Results, space: Any) -> dict[int, Any]:
     sizes = [len(d.options) for d in space.dimensions]
     texts = clients(run)["arch"] or []
     found = {c: choices(text, sizes) for c, text in enumerate(texts) if text}
-    return {c: arch_of(space, chosen) for c, chosen in found.items() if chosen is not None}
+    return {c: arch_of(chosen) for c, chosen in found.items() if chosen is not None}
 
 
 def devices(run: Results) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def devices(run: Results) -> dict[str, Any]:
     batch, largest = config.local.batch, space.cost(space.largest)
     counts = run.facts.get("train_counts") or []
     samples = [sum(row) for row in counts] or list(run.facts.get("samples") or [])
-    archs = _archs(run, space) if not space.fixed else {c: space.largest for c in range(n)}
+    archs = _archs(run, space) if not space.fixed else dict.fromkeys(range(n), space.largest)
     cost = lru_cache(maxsize=None)(space.cost)
     limit: dict[str, list[float | None]] = {}
     used: dict[str, list[float | None]] = {}
@@ -141,9 +141,8 @@ def shared(space: Any, archs: dict[int, Any], client: int) -> list[dict[str, Any
     mine = archs[client]
     parts = {name: _sides(space, mine, name) for name in space.index(mine)}
     own = sum(map(_volume, parts.values())) or 1
-    flat = lambda arch: np.array([hash(part) for half in arch for part in (half if isinstance(half, tuple) else (half,))])  # noqa: E731
-    one = flat(mine)
-    alike = sorted((c for c in archs if c != client), key=lambda c: (int((flat(archs[c]) != one).sum()), c))
+    same = {c: _same(arch, mine) for c, arch in archs.items() if c != client}
+    alike = sorted(same, key=lambda c: (-same[c], c))
     found = []
     for c in alike[:NEIGHBOURS]:
         index = space.index(archs[c])
@@ -152,8 +151,15 @@ def shared(space: Any, archs: dict[int, Any], client: int) -> list[dict[str, Any
             for name, sides in parts.items()
             if name in index
         )
-        found.append({"client": c, "same": int((flat(archs[c]) == one).sum()), "share": number(both / own, 4)})
+        found.append({"client": c, "same": same[c], "share": number(both / own, 4)})
     return sorted(found, key=lambda f: (-f["share"], f["client"]))
+
+
+def _same(a: Any, b: Any) -> int:
+    """In how many dimensions two archs agree."""
+    if a and isinstance(a[0], tuple) and isinstance(b[0], tuple):  # sub-networks: both cells, edge by edge
+        return sum(_same(x, y) for x, y in zip(a, b, strict=True))
+    return sum(x == y for x, y in zip(a, b, strict=False))
 
 
 def _sides(space: Any, arch: Any, name: str) -> list[int]:
@@ -170,7 +176,8 @@ def _volume(sides: Sequence[int]) -> int:
 
 
 @lru_cache(maxsize=2)
-def _stores(folder: Path, stamp: int) -> tuple[Any, Any]:
+def _stores(folder: Path, stamp: int) -> tuple[Any, Any]:  # noqa: ARG001
+    """Names of the classes and the stores of a run's data."""
     import torch
 
     from ..config import load
@@ -235,7 +242,11 @@ def _tuples(arch: Any) -> Any:
 
 def _spread(found: np.ndarray) -> list[int]:
     """A few of them, evenly spread: nobody picks."""
-    return found[np.unique(np.linspace(0, len(found) - 1, min(SHOWN, len(found))).round().astype(int))].tolist() if len(found) else []
+    return (
+        found[np.unique(np.linspace(0, len(found) - 1, min(SHOWN, len(found))).round().astype(int))].tolist()
+        if len(found)
+        else []
+    )
 
 
 def _png(image: np.ndarray) -> str:

@@ -126,7 +126,7 @@ def host_of(header: str) -> str:
     return header.rpartition(":")[0] if ":" in header else header
 
 
-async def _page(request: Request) -> Response:
+async def _page(_: Request) -> Response:
     return Response(PAGE, media_type="text/html")
 
 
@@ -164,7 +164,9 @@ def _json(found: Any, status: int, headers: dict[str, str] | None = None) -> Res
 
 
 async def _runs(shelf: Shelf, request: Request) -> Response:
-    return await _answer(request, lambda: f"{time.monotonic_ns()}", lambda: {"root": shelf.root.name, "runs": shelf.cards()})
+    return await _answer(
+        request, lambda: f"{time.monotonic_ns()}", lambda: {"root": shelf.root.name, "runs": shelf.cards()}
+    )
 
 
 def _read(shelf: Shelf, run: str) -> Results:
@@ -201,8 +203,10 @@ async def _view(shelf: Shelf, request: Request) -> Response:
 
     def work() -> Any:
         if view == "overview":
-            _read(shelf, name)
-            return views.overview(shelf.follower(name), name)
+            follower = shelf.follower(name)
+            if follower.results is None:
+                raise UserError(follower.problem)
+            return views.overview(follower.results, name, follower.status, follower.troubles(), follower.now)
         if view not in known:
             raise KeyError(view)
         return known[view](_read(shelf, name))

@@ -15,7 +15,6 @@ import numpy as np
 
 from ..report import words
 from ..report.archs import parse
-from ..runs.follow import Follower
 from ..runs.results import KINDS, Results, Series, worst_tenth
 from .numbers import number, numbers, shares
 from .shelf import run_card
@@ -29,16 +28,16 @@ Choices = list[list[int]]  # of each dimension the options kept: one, or several
 # ---- the run
 
 
-def overview(follower: Follower, name: str) -> dict[str, Any]:
-    run = follower.results
-    assert run is not None
-    card = run_card(name, run, follower.status)
+def overview(
+    run: Results, name: str, status: str, troubles: Sequence[str] = (), now: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The run as a whole; `status`, `troubles` and `now` are what its follower knows."""
     return {
-        **card,
+        **run_card(name, run, status),
         "lead": words.sentence(run),
         "warnings": run.warnings(),
-        "troubles": follower.troubles() + ([_killed(run)] if card["status"] == "killed" else []),
-        "now": follower.now,
+        "troubles": [*troubles, *([_killed(run)] if status == "killed" else [])],
+        "now": now,
         "finished": run.finished,
         "spreads": {kind: s and {k: number(v) for k, v in s._asdict().items()} for kind, s in run.spreads.items()},
         "series": {
@@ -166,7 +165,10 @@ def latest_text(run: Results, metric: str) -> dict[int, str]:
     """Each client's newest text, whenever it was."""
     rows = np.flatnonzero(run.events.where(metric))
     order = rows[np.argsort(run.events.round[rows], kind="stable")]
-    return {c: run.events.texts[t] for c, t in zip(run.events.client[order].tolist(), run.events.text[order].tolist())}
+    return {
+        c: run.events.texts[t]
+        for c, t in zip(*(x[order].tolist() for x in (run.events.client, run.events.text)), strict=True)
+    }
 
 
 def curves(run: Results, n: int) -> dict[str, Any] | None:
@@ -206,7 +208,8 @@ def client(run: Results, number_: int) -> dict[str, Any]:
     rows = np.flatnonzero(mine & run.events.where("arch"))
     rows = rows[thin(len(rows), POINTS)] if len(rows) else rows
     told["archs"] = [
-        [r, run.events.texts[t]] for r, t in zip(run.events.round[rows].tolist(), run.events.text[rows].tolist())
+        [r, run.events.texts[t]]
+        for r, t in zip(*(x[rows].tolist() for x in (run.events.round, run.events.text)), strict=True)
     ]
     tested = {kind: run.per_client(metric, "test").get(number_) for kind, metric in KINDS.items()}
     told["test"] = {kind: number(value) for kind, value in tested.items() if value is not None}
@@ -231,7 +234,9 @@ def archs(run: Results) -> dict[str, Any] | None:
         "split": split,
         "round": at,
         "kept": table["kept"],
-        "dimensions": [{"name": str(d["name"]), "options": [words.setting(o) for o in d["options"]]} for d in dimensions],
+        "dimensions": [
+            {"name": str(d["name"]), "options": [words.setting(o) for o in d["options"]]} for d in dimensions
+        ],
         "numeric": [_numeric(d["options"]) for d in dimensions],
         "values": [_values(d["options"]) for d in dimensions],
         "clients": list(chosen),
@@ -257,7 +262,9 @@ def choices(text: str, sizes: Sequence[int]) -> Choices | None:
         found = [[] if part == "x" else [int(i) for i in part.split("+")] for part in parts]
     except ValueError:
         return None
-    fits = len(found) == len(sizes) and all(0 <= i < size for part, size in zip(found, sizes, strict=True) for i in part)
+    fits = len(found) == len(sizes) and all(
+        0 <= i < size for part, size in zip(found, sizes, strict=True) for i in part
+    )
     return found if fits else None
 
 
@@ -270,7 +277,9 @@ def _values(options: Sequence[Any]) -> list[float]:
     return [float(o) for o in options] if _numeric(options) else [float(i) for i in range(len(options))]
 
 
-def atlas(archs: Sequence[Choices], options: Sequence[Sequence[Any]]) -> tuple[list[list[float]], list[float], list[int]]:
+def atlas(
+    archs: Sequence[Choices], options: Sequence[Sequence[Any]]
+) -> tuple[list[list[float]], list[float], list[int]]:
     """Clients on a plane by how alike their archs are: classical scaling of the distances between them.
 
     Numbers (widths, depths) are apart by their difference in the range of the dimension, names (operations) by whether
@@ -290,7 +299,9 @@ def atlas(archs: Sequence[Choices], options: Sequence[Sequence[Any]]) -> tuple[l
     x -= x.mean(0)
     _, vectors = np.linalg.eigh(x.T @ x)
     axes = vectors[:, ::-1][:, :2]
-    axes = axes * np.where(axes[np.abs(axes).argmax(0), [0, 1][: axes.shape[1]]] < 0, -1, 1)  # a sign that is always the same
+    axes = axes * np.where(
+        axes[np.abs(axes).argmax(0), [0, 1][: axes.shape[1]]] < 0, -1, 1
+    )  # a sign that is always the same
     points = x @ axes
     if points.shape[1] < 2:
         points = np.column_stack([points, np.zeros(len(points))])
@@ -340,7 +351,7 @@ def policy_rounds(run: Results) -> tuple[str, list[int]]:
 
 
 def policy_frame(run: Results, round: int) -> dict[str, Any] | None:
-    """Every client's probabilities after a round as bytes, 255 = certain, row by row; or the archs it was sent so far."""
+    """Every client's probabilities after a round as bytes, row by row, 255 is certain; or what it was sent so far."""
     sizes = [len(d["options"]) for d in run.facts.get("dimensions") or []]
     source, rounds = policy_rounds(run)
     if round not in rounds:
@@ -403,7 +414,9 @@ def about(run: Results) -> dict[str, Any]:
             for key in ("fedtailor", "python", "torch", "numpy", "device", "platform", "created")
             if facts.get(key)
         ],
-        "hashes": [[key.replace("_", " "), str(facts[key])] for key in ("data_hash", "partition_hash") if facts.get(key)],
+        "hashes": [
+            [key.replace("_", " "), str(facts[key])] for key in ("data_hash", "partition_hash") if facts.get(key)
+        ],
         "paper": words.pieces_with_links(str(facts.get("method_paper") or "")),
         "card": {k: str(v) for k, v in (facts.get("method_card") or {}).items()},
         "deviations": [str(text) for text in facts.get("deviations") or ()],
