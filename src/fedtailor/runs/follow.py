@@ -125,6 +125,7 @@ class Follower:
                     self._forget()
                     self.restarts, self._names = restarts, names
                 if self._reader is None:
+                    file.seek(0)
                     self._begin(path, file.readline())
                 file.seek(self._offset)
                 data = file.read()
