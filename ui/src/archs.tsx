@@ -52,13 +52,16 @@ function Atlas({ run, data, archs, devices }: { run: Overview; data: Clients; ar
     x: dotsAt[i]![0], y: dotsAt[i]![1], client: c, fill: colour(c), r: data.personal[c] == null ? 3 : (archs.clients.length > 300 ? 2 : 3.5) + (archs.clients.length > 300 ? 3.5 : 7) * (data.personal[c]! - low) / (high - low),
     title: `${data.name[c]}\n${percent(data.personal[c])} ${data.split}, ${count(data.samples[c])} images${data.counts?.[c] ? `, mostly ${data.classes[mainClass(data.counts[c]!)]}` : ""}${devices ? `\n${devices.device[c]}` : ""}`,
   }));
+  const labels = new Map<number, string>(), groups = new Map<string, number[]>();
+  archs.clients.forEach((c, i) => { const at = archs.xy![i]!.map((v) => v.toFixed(2)).join(); groups.set(at, [...(groups.get(at) ?? []), c]); });
+  for (const [first, ...others] of groups.values()) labels.set(first!, data.name[first!]! + (others.length ? ` +${others.length}` : ""));
   const keys: [string, string, string][] | undefined = by === "label" && data.classes.length <= 12 ? data.classes.map((name, k) => [name, classColour(k, data.classes.length), "dot"]) : by === "device" ? kinds.map((name, k) => [name, colourOf(k), "dot"]) : undefined;
   const options: [typeof by, string][] = [...(data.counts ? [["label", "most frequent label"] as [typeof by, string]] : []), ["samples", "number of images"], ["accuracy", "accuracy"], ...(devices ? [["device", "device"] as [typeof by, string]] : [])];
   return (
     <Figure wide title="Atlas" file={`${run.name}-atlas`} at={{ run: run.name, round: data.round, split: data.split, seed: run.seed }} keys={keys} deps={[archs, data, by, devices]} onPick={(dot) => { location.hash = href(run.id, "clients", String(dot.client)); }}
       caption={<>Clients near each other have like architectures (classical scaling of the distance between choices; the axes hold {percent(archs.explained![0], 0)} and {percent(archs.explained![1], 0)} of it). Larger: more accurate. Equal architectures stand as a flower. Click opens the client.</>}
       rows={() => archs.clients.map((c, i) => ({ client: c, name: data.name[c], x: archs.xy![i]![0], y: archs.xy![i]![1], accuracy: data.personal[c], images: data.samples[c], label: data.counts?.[c] ? data.classes[mainClass(data.counts[c]!)] : "", device: devices?.device[c], arch: data.arch?.[c] }))}
-      draw={(width) => dots(all, { width, height: Math.min(460, width * 0.45), axes: false, names: all.length <= 40 ? (d) => data.name[d.client!]! : undefined })}>
+      draw={(width) => dots(all, { width, height: Math.min(460, width * 0.45), axes: false, names: all.length <= 40 ? (d) => labels.get(d.client!) ?? "" : undefined })}>
       <Choose label="Colour" value={by} options={options} set={setBy} />
     </Figure>
   );

@@ -68,6 +68,10 @@ def serve_command(
     start_with: Annotated[int, typer.Option(help="Begin when this many clients are there; 0 = all.")] = 0,
     deadline: Annotated[float, typer.Option(help="Seconds until a round goes on without late clients; 0 = wait.")] = 0,
     quorum: Annotated[int, typer.Option(help="Replies without which a round does not end.")] = 1,
+    log: Annotated[
+        list[str] | None,
+        typer.Option("--log", metavar="csv|tensorboard|mlflow", help="Also log each round's numbers there."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")] = False,
 ) -> None:
     """Run a config with clients on other machines.
@@ -84,6 +88,7 @@ def serve_command(
     from ..engine.crowd import Waiting
     from ..engine.flower.apps import GridPost
     from ..engine.flower.link import SuperLink
+    from ..runs.logs import with_logs
     from ..runs.results import Results
     from ..runs.serve import serve
     from .main import _write_report
@@ -92,7 +97,7 @@ def serve_command(
     _require_safe(tls, insecure)
     loaded = load(config, list(changes or []))
     folder = out or free_folder(Path("runs"), loaded.data.name, loaded.method["name"])
-    watch = crowd_watcher(console, quiet)
+    watch = with_logs(crowd_watcher(console, quiet), log or [], folder)
     keys = server_folder(tls) if tls else None
     link = SuperLink(host, port, keys, folder.parent / f".superlink-{port}", watch.say)
     with _ended_by_signals():
