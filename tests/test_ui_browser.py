@@ -58,6 +58,7 @@ def address(shelf: Path) -> Iterator[str]:
     yield found[0]
     server.terminate()
     server.wait(10)
+    server.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def saved(tab: Any, figure: str, kind: str) -> str:
 
 def test_runs_are_listed_searched_and_compared(tab: Any, address: str) -> None:
     tab.goto(address)
-    tab.wait_for_selector("text=alpha")
+    tab.wait_for_selector("a:has-text('alpha')")
     assert tab.locator("tbody tr").count() == 5
     assert "format 9" in tab.inner_text("tr.broken")
     tab.keyboard.press("/")
@@ -120,7 +121,7 @@ def test_runs_are_listed_searched_and_compared(tab: Any, address: str) -> None:
     tab.click("text=Compare 2")
     tab.wait_for_selector("text=Pareto front")
     tab.wait_for_selector('[data-figure="compare-2-paired"] svg')
-    assert tab.locator("tbody tr").first.inner_text().startswith("alpha")
+    assert "alpha" in tab.locator("tbody tr").first.inner_text()
     tab.locator('[data-figure="compare-2-pareto"] select').select_option("simulated")
     tab.wait_for_selector("text=simulated hours →")
     rows = saved(tab, "compare-2-pareto", "CSV").splitlines()
@@ -141,7 +142,7 @@ def test_clients_are_sorted_filtered_and_opened(tab: Any, address: str) -> None:
     assert tab.get_attribute("[data-shown]", "data-shown") == "6"  # a tenth of the 60 that trained
     tab.locator(".choose", has_text="Show").locator("select").select_option("all")
     tab.fill("#search", "hospital 03")
-    assert tab.get_attribute("[data-shown]", "data-shown") == "10"
+    assert tab.get_attribute("[data-shown]", "data-shown") == "11"  # 030 to 039, and 003
     tab.fill("#search", "")
     shoot(tab, "clients")
     tab.focus(".grid")
@@ -209,17 +210,19 @@ def test_architectures_and_the_slider(tab: Any, address: str) -> None:
 def test_a_live_run_grows(tab: Any, address: str, shelf: Path) -> None:
     run = small_run(shelf / "live", 500)
     try:
-        tab.expected += ["404", "422"]  # the folder is not there yet, or has no log yet
+        tab.expected += ["404"]  # the folder is not there yet
         tab.goto(f"{address}#/run/live")
         tab.wait_for_selector("[data-done]", timeout=60_000)
         done = lambda: int(tab.get_attribute("[data-done]", "data-done"))  # noqa: E731
         first = done()
         tab.wait_for_function(
-            f"Number(document.querySelector('[data-done]').dataset.done) >= {first + 4}", timeout=60_000
+            "least => Number(document.querySelector('[data-done]').dataset.done) >= least",
+            arg=first + 4,
+            timeout=60_000,
         )
         assert tab.locator(".crowd .busy").count() == 5
         assert "Working now" in tab.inner_text("main")
-        tab.wait_for_selector('[data-figure="live-loss"] svg path')
+        tab.wait_for_selector('[data-figure="live-loss"] svg')
         shoot(tab, "live")
     finally:
         run.kill()
@@ -231,7 +234,7 @@ def test_a_live_run_grows(tab: Any, address: str, shelf: Path) -> None:
 
 def test_a_run_that_is_spoilt_while_watched(tab: Any, address: str, shelf: Path) -> None:
     doomed = shelf / "doomed"
-    tab.expected += ["404", "422"]
+    tab.expected += ["404"]
     tab.goto(f"{address}#/run/doomed")
     tab.wait_for_selector("text=Training loss")
     with (doomed / "events.csv").open("a") as file:
@@ -243,7 +246,7 @@ def test_a_run_that_is_spoilt_while_watched(tab: Any, address: str, shelf: Path)
     assert tab.is_visible("text=Training loss"), "what was seen stays"
     shoot(tab, "deleted")
     tab.click("text=Runs")
-    tab.wait_for_selector("text=alpha")
+    tab.wait_for_selector("a:has-text('alpha')")
 
 
 def test_dark_and_narrow(tab: Any, address: str) -> None:
@@ -282,10 +285,7 @@ def test_a_thousand_clients_scroll(tab: Any, address: str, shelf: Path) -> None:
     assert time.perf_counter() - began < 10, "two seconds on a free machine; here others may be at work"
     assert tab.locator(".grid-row").count() < 60, "only the rows on screen exist"
     tab.evaluate("document.querySelector('.grid').scrollTop = 20000")
-    tab.wait_for_function(
-        "document.querySelector('.grid-row').dataset.client !== undefined && document.querySelectorAll('.grid-row').length > 10"
-    )
-    tab.wait_for_timeout(200)
+    tab.wait_for_timeout(300)
     top = tab.evaluate("Math.min(...[...document.querySelectorAll('.grid-row')].map(r => parseInt(r.style.top)))")
     assert top > 15_000
     shoot(tab, "crowd")

@@ -92,8 +92,8 @@ async function ask(view: string, params: Params): Promise<{ data: unknown; wait:
     throw new Error("The server does not answer: `fedtailor ui` was ended, or the connection is lost. What is shown is the last that was seen.");
   }
   if (answer.status === 304 && known) return { data: known.data, wait: 1 };
-  const data = await answer.json().catch(() => ({ problem: `The server answered with ${answer.status}.` }));
-  if (!answer.ok) throw new Error(data.problem);
+  const data = await answer.json().catch(() => ({ error: `The server answered with ${answer.status}.` }));
+  if (data?.error) throw new Error(data.error);
   cache.set(name, { tag: answer.headers.get("ETag") ?? "", data });
   if (cache.size > 400) cache.delete(cache.keys().next().value!);
   return { data, wait: Number(answer.headers.get("X-Wait") ?? 1) };

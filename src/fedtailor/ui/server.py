@@ -141,7 +141,7 @@ Work = Callable[[], Any]
 
 
 async def _answer(request: Request, version: Callable[[], str], work: Work) -> Response:
-    """JSON, or 304 where the browser has it already; errors of the user's kind are an answer too."""
+    """JSON, or 304 where the browser has it already. That a run cannot be read is an answer: {"error": why}."""
     began = time.perf_counter()
     try:
         tag = f'"{await run_in_threadpool(version)}"'
@@ -149,11 +149,11 @@ async def _answer(request: Request, version: Callable[[], str], work: Work) -> R
             return Response(status_code=304, headers={"ETag": tag})
         found = await run_in_threadpool(work)
     except KeyError:
-        return _json({"problem": "There is no such run here: it was deleted, moved or never was."}, 404)
+        return _json({"error": "There is no such run here: it was deleted, moved or never was."}, 404)
     except UserError as error:
-        return _json({"problem": str(error)}, 422)
+        return _json({"error": str(error)}, 200)
     except Exception as error:  # a page that goes on is worth more than a trace that nobody sees
-        return _json({"problem": f"This could not be read ({type(error).__name__}: {error})."}, 500)
+        return _json({"error": f"This could not be read ({type(error).__name__}: {error})."}, 500)
     wait = max(1.0, PACE * (time.perf_counter() - began))
     return _json(found, 200, {"ETag": tag, "X-Wait": f"{wait:.1f}"})
 
