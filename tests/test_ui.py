@@ -107,6 +107,9 @@ def test_archs_in_words() -> None:
     assert views.choices("0+1-x-2", [2, 1, 3]) == [[0, 1], [], [2]]
     assert views.choices("0+2-x-2", [2, 1, 3]) is None
     assert views.choices("?", [2]) is None
+    table, good = views.archs_of(["1-0-2", "1-0", "x-0-1", "1-0-3", "1--2", "0-0-0"], [2, 1, 3])
+    assert table[good].tolist() == [[1, 0, 2], [0, 0, 0]]
+    assert good.tolist() == [True, False, False, False, False, True]
 
 
 def test_policies_over_the_rounds(page: TestClient, shelf: Path) -> None:

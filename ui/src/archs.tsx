@@ -173,13 +173,15 @@ function Cells({ run, archs, data, client }: { run: Overview; archs: Data; data:
 
 function Shrink({ run, shrink, data, client }: { run: Overview; shrink: NonNullable<Devices["shrink"]>; data: Clients; client: string }) {
   const at = { run: run.name, round: run.round, seed: run.seed };
+  // where nearly everybody has a budget of his own, one picture says more than dozens
+  const all = { budget: `${shrink.groups.length} different budgets`, rows: shrink.clients.map((_, r) => r), distance: null };
   return (
     <>
-      {shrink.groups.slice(0, 6).map((group, g) => {
+      {(shrink.groups.length > 6 ? [all] : shrink.groups).map((group, g) => {
         const mean = shrink.dimensions.map((_, d) => group.rows.reduce((sum, r) => sum + shrink.shares[r]![d]!, 0) / group.rows.length);
         const x = shrink.dimensions.map((_, d) => d), shown = group.rows.slice(0, 60), mine = group.rows.find((r) => String(shrink.clients[r]) === client);
         return (
-          <Figure title={`Shrink ratios: ${group.budget}`} file={`${run.name}-shrink-${g + 1}`} at={at} deps={[shrink, client]} caption={`What ${group.rows.length} client${group.rows.length === 1 ? "" : "s"} of this budget kept of the largest option; the thick line is the mean. Mean distance between two: ${group.distance} (Luo et al., Figure 3).`}
+          <Figure title={`Shrink ratios: ${group.budget}`} file={`${run.name}-shrink-${g + 1}`} at={at} deps={[shrink, client]} caption={`What ${group.rows.length} client${group.rows.length === 1 ? "" : "s"} of this budget kept of the largest option; the thick line is the mean.${group.distance == null ? "" : ` Mean distance between two: ${group.distance} (Luo et al., Figure 3).`}`}
             rows={() => group.rows.flatMap((r) => shrink.dimensions.map((dimension, d) => ({ client: shrink.clients[r], name: data.name[shrink.clients[r]!], budget: group.budget, dimension, kept: shrink.shares[r]![d] })))}
             draw={(width) => lines([...shown.map((r) => ({ label: data.name[shrink.clients[r]!]!, colour: colourOf(g), x, y: shrink.shares[r]!, thin: true })), { label: "mean", colour: colourOf(g), x, y: mean }, ...(mine != null ? [{ label: data.name[Number(client)]!, colour: "var(--red)", dash: "6 3", x, y: shrink.shares[mine]! }] : [])], { width, share: true, xLabel: "dimension", xFormat: (d) => shrink.dimensions[d]?.slice(0, 14) ?? "", zero: true })} />
         );

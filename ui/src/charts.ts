@@ -5,6 +5,7 @@ import { percent } from "./format";
 export interface Line { label: string; colour: string; dash?: string; x: number[]; y: (number | null)[]; band?: (number | null)[]; thin?: boolean }
 interface LineOptions { width: number; height?: number; share?: boolean; xLabel?: string; yLabel?: string; xFormat?: (v: number) => string; yFormat?: (v: number) => string; zero?: boolean; log?: boolean; extra?: any[] }
 
+const whole = (v: number) => (Number.isInteger(v) ? String(v) : "");
 const base = { fontSize: "11px", background: "transparent", overflow: "visible" };
 
 export function lines(all: Line[], o: LineOptions): Element {
@@ -13,7 +14,7 @@ export function lines(all: Line[], o: LineOptions): Element {
   const clamp = (v: number) => (o.share ? Math.max(0, Math.min(1, v)) : v);
   return Plot.plot({
     width: o.width, height: o.height ?? 230, marginLeft: 48, marginRight: 12, marginTop: 12, style: base,
-    x: { label: o.xLabel ?? "round", grid: false, tickFormat: o.xFormat as any, ticks: Math.max(3, Math.min(8, Math.floor(o.width / 90))), labelAnchor: "right", nice: false, type: o.log ? "log" : "linear" },
+    x: { label: o.xLabel ?? "round", grid: false, tickFormat: (o.xFormat ?? (o.xLabel ? undefined : whole)) as any, ticks: Math.max(3, Math.min(8, Math.floor(o.width / 90))), labelAnchor: "right", nice: false, type: o.log ? "log" : "linear" },
     y: { label: o.yLabel ?? null, grid: true, tickFormat: o.yFormat ?? (o.share ? (v: number) => `${+(100 * v).toFixed(1)} %` : undefined), nice: true, zero: o.zero, ticks: 5 },
     marks: [
       ...(o.extra ?? []),

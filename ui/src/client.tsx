@@ -110,7 +110,7 @@ function Confusion({ look, run, client }: { look: Look; run: Overview; client: n
   return (
     <Figure title="Confusion" file={`${run.name}-client-${client}-confusion`} at={{ run: run.name, round: run.round, split: look.split, seed: run.seed }} deps={[look, client]} caption={`Rows are the labels, columns what its network says; ${percent(look.accuracy)} right.`}
       rows={() => used.flatMap((i) => used.map((j) => ({ client, label: look.classes[i], said: look.classes[j], images: look.matrix[i]![j] })))}
-      draw={(width) => cells(names, names, (i, j) => look.matrix[used[i]!]![used[j]!]!, { width, colour: (v) => (v ? blue(0.08 + (0.92 * v) / most) : "var(--wash)"), dark: (v) => v / most > 0.5, text: (v) => (v ? String(v) : ""), xLabel: "said", yLabel: "is", side: 40 })} />
+      draw={(width) => cells(names, names, (i, j) => look.matrix[used[i]!]![used[j]!]!, { width, colour: (v) => (v ? blue(0.08 + (0.92 * v) / most) : "var(--wash)"), dark: (v) => v / most > 0.5, text: (v) => (v ? String(v) : ""), xLabel: "said", side: names.length < 8 ? 64 : 40 })} />
   );
 }
 

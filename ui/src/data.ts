@@ -91,12 +91,13 @@ async function ask(view: string, params: Params): Promise<{ data: unknown; wait:
   } catch {
     throw new Error("The server does not answer: `fedtailor ui` was ended, or the connection is lost. What is shown is the last that was seen.");
   }
-  if (answer.status === 304 && known) return { data: known.data, wait: 1 };
+  const wait = Number(answer.headers.get("X-Wait") ?? 1);
+  if (answer.status === 304 && known) return { data: known.data, wait };
   const data = await answer.json().catch(() => ({ error: `The server answered with ${answer.status}.` }));
   if (data?.error) throw new Error(data.error);
   cache.set(name, { tag: answer.headers.get("ETag") ?? "", data });
   if (cache.size > 400) cache.delete(cache.keys().next().value!);
-  return { data, wait: Number(answer.headers.get("X-Wait") ?? 1) };
+  return { data, wait };
 }
 
 /** A view of a run, asked for again every `every` seconds (0: once), and less often where it is dear to make. */

@@ -49,7 +49,7 @@ function Run({ id, page, rest }: { id: string; page: string; rest?: string }) {
   const run = state.data, live = run?.status === "running";
   useEffect(() => setPace(live ? 1 : 4), [live]);
   const people = useView<ClientsData>("clients", { run: id }, live ? 2 : 6);
-  const archs = useView<ArchsData>("archs", { run: id }, live ? 3 : 8);
+  const archs = useView<ArchsData>("archs", { run: id }, live ? 3 : 8, people.data != null);
   const devices = useView<Devices>("devices", { run: id }, live ? 10 : 0, people.data != null && run != null);  // it is dear: after what is seen first
   const about = useView<AboutData>("about", { run: id });
   useEffect(() => { document.title = run ? `${run.name} · fedtailor` : "fedtailor"; }, [run?.name]);

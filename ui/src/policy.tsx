@@ -13,6 +13,14 @@ function bytes(frame: Frame): Uint8Array {
   if (!found) { found = Uint8Array.from(atob(frame.p), (c) => c.charCodeAt(0)); opened.set(frame, found); }
   return found;
 }
+const asked = new Map<string, Promise<Frame | null>>();
+/** A frame, asked for once: a round that is over does not change. */
+function once(run: string, round: number): Promise<Frame | null> {
+  const name = `${run} ${round}`;
+  if (!asked.has(name)) asked.set(name, fetch(`api/policy?run=${encodeURIComponent(run)}&round=${round}`).then((r) => (r.ok ? r.json() : null)).catch(() => null));
+  return asked.get(name)!;
+}
+
 /** How far a probability has moved from chance. */
 const moved = (p: number, options: number) => pole(p > 1 / options ? (p - 1 / options) / Math.max(1e-9, 1 - 1 / options) : (p - 1 / options) * options);
 const starts = (archs: Archs) => { let at = 0; return archs.dimensions.map((d) => { const s = at; at += d.options.length; return s; }); };
@@ -64,7 +72,7 @@ export function ClientPolicy({ run, archs, client }: { run: Overview; archs: Arc
     let over = false;
     if (frozen) { set(rounds.map((r) => frozen![`policy&round=${r}`] as Frame).filter(Boolean)); return; }
     const chosen = rounds.length <= 30 ? rounds : Array.from({ length: 30 }, (_, i) => rounds[Math.round((i * (rounds.length - 1)) / 29)]!);
-    void Promise.all(chosen.map((round) => fetch(`api/policy?run=${encodeURIComponent(run.id)}&round=${round}`).then((r) => (r.ok ? r.json() : null)).catch(() => null))).then((found) => { if (!over) set(found.filter(Boolean)); });
+    void Promise.all(chosen.map((round) => once(run.id, round))).then((found) => { if (!over) set(found.filter((f): f is Frame => f != null)); });
     return () => { over = true; };
   }, [run.id, rounds.length]);
   const mine = frames.filter((f) => client < f.clients);

@@ -63,6 +63,7 @@ def ui_command(
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen(128)  # whoever reads the address may ask at once
     except OSError as error:
         raise UserError(
             f"cannot listen on {host}:{port} ({error.strerror}). Choose another --port; 0 is any."
@@ -75,5 +76,7 @@ def ui_command(
         import webbrowser
 
         webbrowser.open(address)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", server_header=False)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, ws="none", server_header=False, timeout_graceful_shutdown=1
+    )
     uvicorn.Server(config).run(sockets=[listening])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,17 @@ def choices(text: str, sizes: Sequence[int]) -> Choices | None:
     return found if fits else None
 
 
+def archs_of(texts: Sequence[str], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Many archs at once, one option per dimension: [archs, dimensions], and which of the texts are such."""
+    form = re.compile(rf"[0-9]{{1,9}}(-[0-9]{{1,9}}){{{len(sizes) - 1}}}")
+    good = np.array([form.fullmatch(text) is not None for text in texts], bool)
+    table = np.zeros((len(texts), len(sizes)), np.int64)
+    joined = "-".join(text for text, fits in zip(texts, good.tolist(), strict=True) if fits)
+    table[good] = np.array(joined.split("-") if joined else [], np.int64).reshape(-1, len(sizes))
+    good &= (table < np.array(sizes)).all(1)
+    return table, good
+
+
 def _numeric(options: Sequence[Any]) -> bool:
     return all(isinstance(o, (int, float)) and not isinstance(o, bool) for o in options)
 
@@ -314,18 +326,13 @@ def atlas(
 def shares_over_rounds(run: Results, sizes: Sequence[int], windows: int = 40) -> dict[str, Any] | None:
     """How often each option was sent out, in windows of rounds."""
     rows = run.events.where("arch")
-    point_of = {code: parse(run.events.texts[code], list(sizes)) for code in np.unique(run.events.text[rows]).tolist()}
-    good = np.array([code for code, point in point_of.items() if point is not None], np.int64)
     rounds, codes = run.events.round[rows], run.events.text[rows]
-    keep = np.isin(codes, good)
-    rounds, codes = rounds[keep], codes[keep]
+    used, place = np.unique(codes, return_inverse=True)
+    table, good = archs_of([run.events.texts[code] for code in used.tolist()], sizes)
+    rounds, points = rounds[good[place]], table[place[good[place]]]
     if not len(rounds):
         return None
-    table = np.zeros((max(point_of) + 1, len(sizes)), np.int64)
-    for code, point in point_of.items():
-        if point is not None:
-            table[code] = point
-    points, distinct = table[codes], np.unique(rounds)
+    distinct = np.unique(rounds)
     n = max(1, min(windows, len(distinct), len(points) // 10))
     edges = [int(part[0]) for part in np.array_split(distinct, n)] + [int(distinct[-1]) + 1]
     which = np.searchsorted(edges, rounds, side="right") - 1
