@@ -1,4 +1,5 @@
 // The clients as a table that stays quick with thousands: only the rows on screen exist.
+import { Component } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Archs, Clients as Data, Devices, Overview } from "./data";
 import { told } from "./data";
@@ -38,6 +39,7 @@ export function Clients({ run, data, archs, devices, open }: { run: Overview; da
     { key: "rounds_taken", title: "rounds", wide: 60, right: true, hint: "rounds that it took part in", value: (c) => data.rounds_taken[c]!, cell: (c) => data.rounds_taken[c] },
     { key: "bytes", title: "traffic", wide: 76, right: true, hint: "down and up, all rounds", value: (c) => data.bytes[c]!, cell: (c) => size(data.bytes[c]) },
   ];
+  const version = useMemo(() => ({}), [data, devices, archs, worst, busy]);
   const shown = useMemo(() => {
     const by = columns.find((column) => column.key === sort.key) ?? columns[0]!;
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
@@ -70,7 +72,7 @@ export function Clients({ run, data, archs, devices, open }: { run: Overview; da
         <span class="push" />
         <button class="tool" onClick={() => saveCsv(stamped(shown.map((c) => row(data, devices, use, c)), { run: run.name, seed: run.seed, round: data.round, split: data.split }), `${run.name}-clients`)}>CSV</button>
       </div>
-      <Grid columns={columns} shown={shown} sort={sort} setSort={setSort} open={open} link={(c) => href(run.id, "clients", String(c))} />
+      <Grid columns={columns} version={version} shown={shown} sort={sort} setSort={setSort} open={open} link={(c) => href(run.id, "clients", String(c))} />
       <p class="quiet small">Accuracy: {told({ run: run.name, round: data.round, split: data.split, seed: run.seed })}. ◆ marks the worst decile. ↑ ↓ move, Enter opens, / searches.</p>
     </section>
   );
@@ -88,7 +90,23 @@ function row(data: Data, devices: Devices | null, use: (c: number) => number | n
   };
 }
 
-function Grid({ columns, shown, sort, setSort, open, link }: { columns: Column[]; shown: number[]; sort: { key: string; up: boolean }; setSort: (s: { key: string; up: boolean }) => void; open: (c: number) => void; link: (c: number) => string }) {
+interface RowProps { c: number; top: number; marked: boolean; columns: Column[]; version: unknown; grid: string; open: (c: number) => void; link: (c: number) => string }
+/** A row is made once: scrolling adds and drops rows, and touches none that stays. */
+class Row extends Component<RowProps> {
+  override shouldComponentUpdate(next: RowProps) {
+    const old = this.props;
+    return next.version !== old.version || next.top !== old.top || next.marked !== old.marked || next.grid !== old.grid;
+  }
+  override render({ c, top, marked, columns, grid, open, link }: RowProps) {
+    return (
+      <div role="row" onClick={() => open(c)} class={`grid-row ${marked ? "cursor" : ""}`} data-client={c} style={{ top: `${top}px`, gridTemplateColumns: grid }}>
+        {columns.map((column, k) => <span role="gridcell" class={column.right ? "right" : ""}>{k ? column.cell(c) : <a tabIndex={-1} href={link(c)}>{column.cell(c)}</a>}</span>)}
+      </div>
+    );
+  }
+}
+
+function Grid({ columns, version, shown, sort, setSort, open, link }: { columns: Column[]; version: unknown; shown: number[]; sort: { key: string; up: boolean }; setSort: (s: { key: string; up: boolean }) => void; open: (c: number) => void; link: (c: number) => string }) {
   const box = useRef<HTMLDivElement>(null);
   const [top, setTop] = useState(0);
   const [tall, setTall] = useState(520);
@@ -127,9 +145,7 @@ function Grid({ columns, shown, sort, setSort, open, link }: { columns: Column[]
         </div>
         <div class="grid-body" style={{ height: `${shown.length * HIGH}px` }}>
           {shown.slice(first, last).map((c, i) => (
-            <div key={c} role="row" onClick={() => open(c)} class={`grid-row ${first + i === cursor ? "cursor" : ""}`} data-client={c} style={{ top: `${(first + i) * HIGH}px`, gridTemplateColumns: grid }}>
-              {columns.map((column, k) => <span role="gridcell" class={column.right ? "right" : ""}>{k ? column.cell(c) : <a tabIndex={-1} href={link(c)}>{column.cell(c)}</a>}</span>)}
-            </div>
+            <Row key={c} c={c} top={(first + i) * HIGH} marked={first + i === cursor} columns={columns} version={version} grid={grid} open={open} link={link} />
           ))}
         </div>
         {!shown.length && <p class="quiet">Nobody fits.</p>}

@@ -66,18 +66,17 @@ export function Spark({ values, width = 84, height = 20 }: { values: (number | n
 
 /** An architecture as a row of bars, one per dimension: higher is a later option; operations by their colour. */
 export function Glyph({ choices, archs, width = 120, height = 22 }: { choices: number[][]; archs: Archs; width?: number; height?: number }) {
-  const step = Math.min(14, width / Math.max(1, choices.length));
+  const step = Math.min(14, width / Math.max(1, choices.length)), wide = (step - 1.2).toFixed(1);
   const said = choices.map((kept, d) => `${archs.dimensions[d]!.name} ${kept.map((i) => archs.dimensions[d]!.options[i]).join("+") || "–"}`).join(", ");
-  return (
-    <svg class="glyph" width={width} height={height} role="img" aria-label={said}><title>{said}</title>
-      {choices.map((kept, d) => {
-        const { options } = archs.dimensions[d]!, numeric = archs.numeric[d]!;
-        if (!kept.length) return <rect x={d * step} y={height - 3} width={step - 1.2} height={2} fill="var(--rule)" />;
-        const at = kept[kept.length - 1]!, tall = numeric ? 5 + ((height - 6) * at) / Math.max(1, options.length - 1) : height - 2;
-        return kept.map((i, k) => <rect x={d * step} y={height - tall + (k * tall) / kept.length} width={step - 1.2} height={tall / kept.length} fill={optionColour(options[i]!, i, options.length, numeric)} />);
-      })}
-    </svg>
-  );
+  const shapes = new Map<string, string>(); // by colour: a table of a thousand clients has many of these
+  choices.forEach((kept, d) => {
+    const { options } = archs.dimensions[d]!, numeric = archs.numeric[d]!, x = (d * step).toFixed(1);
+    const add = (colour: string, y: number, tall: number) => shapes.set(colour, `${shapes.get(colour) ?? ""}M${x},${y.toFixed(1)}h${wide}v${tall.toFixed(1)}h-${wide}z`);
+    if (!kept.length) return add("var(--rule)", height - 3, 2);
+    const tall = numeric ? 5 + ((height - 6) * kept[kept.length - 1]!) / Math.max(1, options.length - 1) : height - 2;
+    kept.forEach((i, k) => add(optionColour(options[i]!, i, options.length, numeric), height - tall + (k * tall) / kept.length, tall / kept.length));
+  });
+  return <svg class="glyph" width={width} height={height} role="img" aria-label={said}><title>{said}</title>{[...shapes].map(([colour, d]) => <path d={d} fill={colour} />)}</svg>;
 }
 
 export function Bar({ share, kind = "" }: { share: number; kind?: string }) {

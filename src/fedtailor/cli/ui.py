@@ -77,6 +77,6 @@ def ui_command(
 
         webbrowser.open(address)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, ws="none", server_header=False, timeout_graceful_shutdown=1
+        app, log_level="critical", access_log=False, ws="none", server_header=False, timeout_graceful_shutdown=1
     )
     uvicorn.Server(config).run(sockets=[listening])
