@@ -148,14 +148,18 @@ def big(participants: int) -> None:
         folder = make(Path(place) / "big", participants)
         rows = (folder / "events.csv").read_bytes().count(b"\n") - 1
         megabytes = (folder / "events.csv").stat().st_size / 1e6
+        print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         print(f"{CLIENTS} clients x {ROUNDS} rounds, {participants} each: {rows:,} rows, {megabytes:.0f} MB")
         with tab() as page:
             for name, wanted in (("", '[data-figure="big-accuracy"] svg'), ("/clients", ".grid-row")):
-                with served(Path(place)) as (address, _):  # a server that has read nothing yet
-                    began = time.perf_counter()
+                with served(Path(place)) as (address, server):  # a server that has read nothing yet
+                    before, began = cpu_seconds(server.pid), time.perf_counter()
                     page.goto(f"{address}#/run/big{name}")
                     page.wait_for_selector(wanted, timeout=60_000)
-                    print(f"page {name or '/overview'} usable after {time.perf_counter() - began:.2f} s")
+                    wall, busy = time.perf_counter() - began, cpu_seconds(server.pid) - before
+                    print(
+                        f"{name or '/overview'}: usable after {wall:.2f} s, of which the server computes {busy:.2f} s"
+                    )
             with served(Path(place)) as (address, _):
                 page.goto(f"{address}#/run/big/clients")
                 page.wait_for_selector("text=device", timeout=120_000)  # what needs torch has come too
@@ -164,9 +168,7 @@ def big(participants: int) -> None:
                 print(f"sorting: {np.mean(times):.0f} ms on average, {max(times):.0f} ms at most")
                 frames = np.array(page.evaluate(SCROLL))[2:]
                 most, late = np.percentile(frames, 95), (frames > 50).mean()
-                print(
-                    f"scrolling: frames of {np.median(frames):.1f} ms, 95 % within {most:.1f} ms, {late:.1%} above 50 ms"
-                )
+                print(f"scrolling: {np.median(frames):.0f} ms a frame, 95 % in {most:.0f} ms, {late:.1%} over 50 ms")
         began = time.perf_counter()
         from fedtailor.report.html import write_report
 
@@ -228,7 +230,7 @@ def shots() -> None:
     pages = {
         "ui-clients": ("#/run/digits-perfedrlnas/clients", "text=budget use", 720),
         "ui-archs": ("#/run/digits-perfedrlnas/archs", "text=Memory against budget", 1080),
-        "ui-client": ("#/run/digits-perfedrlnas/clients/4", ".drawn img", 1180),
+        "ui-client": ("#/run/digits-perfedrlnas/clients/4", ".shot img", 1120),
         "ui-compare": ("#/compare/digits-perfedrlnas/digits-fedavg-ft/digits-local", "text=Pareto front", 900),
     }
     with served(root) as (address, _), tab(1280) as page:
@@ -241,13 +243,12 @@ def shots() -> None:
 
 
 def _small(png: bytes, path: Path) -> None:
-    """Few colours, so that pictures weigh little in the repository."""
+    """Without transparency and well packed: pictures should weigh little in the repository."""
     import io
 
     from PIL import Image
 
-    picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(128, dither=Image.Dither.NONE)
-    picture.save(path, optimize=True)
+    Image.open(io.BytesIO(png)).convert("RGB").save(path, optimize=True)
     print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
 
 

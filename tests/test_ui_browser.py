@@ -123,7 +123,7 @@ def test_runs_are_listed_searched_and_compared(tab: Any, address: str) -> None:
     tab.wait_for_selector('[data-figure="compare-2-paired"] svg')
     assert "alpha" in tab.locator("tbody tr").first.inner_text()
     tab.locator('[data-figure="compare-2-pareto"] select').select_option("simulated")
-    tab.wait_for_selector("text=simulated hours →")
+    tab.wait_for_selector("text=simulated time →")
     rows = saved(tab, "compare-2-pareto", "CSV").splitlines()
     assert rows[0].startswith("run,seed,split,round,simulated,personal")
     assert [row.split(",")[0] for row in rows[1:]] == ["alpha", "beta"]

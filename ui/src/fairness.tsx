@@ -10,7 +10,7 @@ import { Choose, Tile, href, points, worstClients } from "./parts";
 export const axes = {
   bytes: { title: "traffic", of: (c: Costs) => c.down.map((v, i) => v + c.up[i]!), say: size },
   flops: { title: "FLOPs at clients", of: (c: Costs) => c.flops, say: (v: number) => count(v) },
-  simulated: { title: "simulated hours", of: (c: Costs) => c.simulated.map((v) => v / 3600), say: (v: number) => (v >= 0.1 || v === 0 ? `${short(v)} h` : duration(3600 * v)) },
+  simulated: { title: "simulated time", of: (c: Costs) => c.simulated.map((v) => v / 3600), say: (v: number) => (v >= 0.1 || v === 0 ? `${short(v)} h` : duration(3600 * v)) },
   measured: { title: "measured seconds", of: (c: Costs) => c.measured, say: (v: number) => `${short(v)} s` },
 } as const;
 export type Axis = keyof typeof axes;

@@ -20,6 +20,9 @@ from ..errors import UserError, unknown
 KINDS = ("methods", "spaces", "nets", "data", "partitions", "fleets", "presets")
 EXTRAS = {
     "report": ("matplotlib", "HTML reports"),
+    "ui": ("starlette", "the live page"),
+    "tensorboard": ("tensorboard", "logs for TensorBoard"),
+    "mlflow": ("mlflow", "logs for MLflow"),
     "hub": ("pyarrow", "data from the Hugging Face hub"),
     "onnx": ("onnxruntime", "export of networks as ONNX files"),
 }
