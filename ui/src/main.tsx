@@ -48,9 +48,11 @@ function Run({ id, page, rest }: { id: string; page: string; rest?: string }) {
   const state = useView<OverviewData>("overview", { run: id }, pace);
   const run = state.data, live = run?.status === "running";
   useEffect(() => setPace(live ? 1 : 4), [live]);
-  const people = useView<ClientsData>("clients", { run: id }, live ? 2 : 6);
-  const archs = useView<ArchsData>("archs", { run: id }, live ? 3 : 8, people.data != null);
-  const devices = useView<Devices>("devices", { run: id }, live ? 10 : 0, people.data != null && run != null);  // it is dear: after what is seen first
+  // only what the page shows is asked for again and again; what is dear comes after what is seen first
+  const detail = page === "clients" || page === "archs", many = detail || page === "fairness";
+  const people = useView<ClientsData>("clients", { run: id }, !live ? 6 : many ? 2 : 20);
+  const archs = useView<ArchsData>("archs", { run: id }, live ? 3 : 8, detail && people.data != null);
+  const devices = useView<Devices>("devices", { run: id }, live ? 30 : 0, detail && people.data != null && run != null);
   const about = useView<AboutData>("about", { run: id });
   useEffect(() => { document.title = run ? `${run.name} · fedtailor` : "fedtailor"; }, [run?.name]);
   return (
