@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-flower test test-flower zoo results setup lint docs format clean
+.PHONY: demo demo-flower test test-flower test-ui zoo results ui setup lint docs format clean
 
 demo: $(STAMP)
 	$(BIN)/fedtailor demo
@@ -26,6 +26,20 @@ zoo: $(STAMP)  # every method on digits, an hour on 16 cores; then the page
 
 results: $(STAMP)  # the pages of results, from bench/results
 	$(BIN)/python bench/results.py
+
+# The page in a real browser. Debian's Chromium is installed where it is missing and that is possible.
+BROWSER := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name) 2>/dev/null)))
+test-ui: $(STAMP)
+ifeq ($(BROWSER),)
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; \
+	else echo "make test-ui needs Chromium: install it (Debian: apt-get install chromium) and try again"; exit 1; fi
+endif
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ui tests/test_ui_browser.py
+
+# The page's script and style sheet, from ui/src; they are kept in the repository, so that nobody else needs node.
+ui:
+	cd ui && npm ci --no-audit --no-fund && npm run build
 
 setup: $(STAMP)
 

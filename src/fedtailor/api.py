@@ -14,6 +14,7 @@ from .runs.compare import Comparison
 from .runs.compare import compare as compare_folders
 from .runs.execute import Watcher, start
 from .runs.execute import resume as resume_folder
+from .runs.logs import with_logs
 from .runs.results import Results
 
 
@@ -60,12 +61,14 @@ def run(
     device: str = "auto",
     workers: int = 0,
     watch: Watcher | None = None,
+    log: Sequence[str] = (),
     **changes: Any,
 ) -> Run:
     """Runs a preset, a TOML file or a table, with changes on top.
 
     `method`, `space`, `net`, `data`, `partition` and `fleet` may be given by name; other keys of tables are written
-    with two underscores, as in `run("demo", method="ditto", method__lamda=1.0, local__lr=0.1)`.
+    with two underscores, as in `run("demo", method="ditto", method__lamda=1.0, local__lr=0.1)`. `log` names what else
+    gets each round's numbers: csv, tensorboard, mlflow.
     """
     named = {"method", "space", "net", "data", "partition", "fleet"}
     dotted = {f"{k}.name" if k in named and isinstance(v, str) else k.replace("__", "."): v for k, v in changes.items()}
@@ -73,12 +76,19 @@ def run(
     folder = Path(out) if out else free_folder(Path("runs"), config.data.name, config.method["name"])
     words = [f"{k}={v!r}" for k, v in changes.items()]
     command = f"fedtailor.run({', '.join([repr(str(source)) if not isinstance(source, dict) else '{...}', *words])})"
-    return Run(start(config, folder, device, workers, watch, command))
+    return Run(start(config, folder, device, workers, with_logs(watch or Watcher(), log, folder), command))
 
 
-def resume(folder: str | Path, *, device: str = "auto", workers: int = 0, watch: Watcher | None = None) -> Run:
+def resume(
+    folder: str | Path,
+    *,
+    device: str = "auto",
+    workers: int = 0,
+    watch: Watcher | None = None,
+    log: Sequence[str] = (),
+) -> Run:
     """Continues a stopped run."""
-    return Run(resume_folder(Path(folder), device, workers, watch))
+    return Run(resume_folder(Path(folder), device, workers, with_logs(watch or Watcher(), log, Path(folder))))
 
 
 def load(folder: str | Path) -> Run:

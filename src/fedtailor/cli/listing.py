@@ -20,6 +20,9 @@ from ..errors import UserError, unknown
 KINDS = ("methods", "spaces", "nets", "data", "partitions", "fleets", "presets")
 EXTRAS = {
     "report": ("matplotlib", "HTML reports"),
+    "ui": ("starlette", "the live page"),
+    "tensorboard": ("tensorboard", "logs for TensorBoard"),
+    "mlflow": ("mlflow", "logs for MLflow"),
     "hub": ("pyarrow", "data from the Hugging Face hub"),
     "onnx": ("onnxruntime", "export of networks as ONNX files"),
 }
@@ -110,7 +113,8 @@ def print_diagnosis(console: Console) -> None:
         say(f"device: CPU with {cores} cores; no CUDA device found, so runs train {cores} clients at once on the CPU")
     for extra, (module, purpose) in EXTRAS.items():
         if importlib.util.find_spec(module):
-            say(f"  yes  {purpose} ({module} {importlib.metadata.version(module)})")
+            found = importlib.metadata.packages_distributions().get(module, [module])[0]  # mlflow is in mlflow-skinny
+            say(f"  yes  {purpose} ({found} {importlib.metadata.version(found)})")
         else:
             say(f"  no   {purpose}: pip install 'fedtailor[{extra}]'".replace("[", "\\["))
     folder = os.environ.get("FEDTAILOR_DATA", "")

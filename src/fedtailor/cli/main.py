@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import data, fleet, gain, join, milestones, new, partition, policies, report, serving, shrink, space, take
+from . import data, fleet, gain, join, milestones, new, partition, policies, report, serving, shrink, space, take, ui
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -35,6 +35,7 @@ app.add_typer(fleet.app, name="fleet", help="Show the clients' devices, budgets 
 app.add_typer(space.app, name="space", help="Show a search space or one of its architectures.")
 app.command("report")(report.report_command)
 app.command("compare")(report.compare_command)
+app.command("ui")(ui.ui_command)
 app.command("milestones")(milestones.milestones_command)
 app.command("policies")(policies.policies_command)
 app.command("gain")(gain.gain_command)
@@ -63,6 +64,10 @@ Engine = Annotated[
     str, typer.Option(help="How to run clients: auto, or eager for the plain path, one step after another.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")]
+LogTo = Annotated[
+    list[str] | None,
+    typer.Option("--log", metavar="csv|tensorboard|mlflow", help="Also log each round's numbers there. Repeatable."),
+]
 DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="Folder with the data; else `data.dir` or $FEDTAILOR_DATA.")
 ]
@@ -77,6 +82,7 @@ def run(
     engine: Engine = "auto",
     workers: Workers = 0,
     data_dir: DataDir = None,
+    log: LogTo = None,
     quiet: Quiet = False,
 ) -> None:
     """Run one method on one federation.
@@ -87,7 +93,9 @@ def run(
     - `fedtailor run demo --set method.name=perfedrlnas --set rounds=60 --out runs/search`
     - `fedtailor run my.toml --set local.lr=0.02 --set seed=1 --device cuda`
 
-    Ctrl-C stops at the last finished round; `fedtailor resume` goes on from there.
+    - `fedtailor run demo --log tensorboard` and, beside it, `tensorboard --logdir runs`
+
+    Watch it with `fedtailor ui`. Ctrl-C stops at the last finished round; `fedtailor resume` goes on from there.
     """
     from ..api import free_folder
     from ..config import load
@@ -95,7 +103,7 @@ def run(
     pairs = list(changes or []) + ([f"data.dir={json.dumps(str(data_dir))}"] if data_dir else [])
     loaded = load(config, pairs)
     folder = out or free_folder(Path("runs"), loaded.data.name, loaded.method["name"])
-    _run(folder, device, engine, workers, quiet, loaded)
+    _run(folder, device, engine, workers, quiet, loaded, log)
 
 
 @app.command()
@@ -104,22 +112,32 @@ def resume(
     device: Device = "auto",
     engine: Engine = "auto",
     workers: Workers = 0,
+    log: LogTo = None,
     quiet: Quiet = False,
 ) -> None:
     """Continue a run that was stopped or killed.
 
     On a CPU the numbers are the same, bit for bit, as if it had never stopped.
     """
-    _run(folder, device, engine, workers, quiet)
+    _run(folder, device, engine, workers, quiet, log=log)
 
 
-def _run(folder: Path, device: str, engine: str, workers: int, quiet: bool, config: Config | None = None) -> None:
+def _run(
+    folder: Path,
+    device: str,
+    engine: str,
+    workers: int,
+    quiet: bool,
+    config: Config | None = None,
+    log: list[str] | None = None,
+) -> None:
     from ..runs.execute import resume as resume_run
     from ..runs.execute import start
+    from ..runs.logs import with_logs
     from ..runs.results import Results
     from .progress import watcher
 
-    watch = watcher(console, quiet)
+    watch = with_logs(watcher(console, quiet), log or [], folder)
     try:
         if config is None:
             resume_run(folder, device, workers, watch, engine)
@@ -139,7 +157,7 @@ def _write_report(folder: Path) -> Path | None:
     """The report, where its extra is installed."""
     from importlib.util import find_spec
 
-    if find_spec("matplotlib") is None:
+    if find_spec("jinja2") is None:
         console.print("no report: install it with  pip install 'fedtailor[report]'", markup=False)
         return None
     from ..report.html import write_report
@@ -154,6 +172,7 @@ def demo(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs; default: a new one under runs/.")] = None,
     workers: Workers = 0,
+    log: LogTo = None,
 ) -> None:
     """Compare methods on handwritten digits, ten clients that each know three digits.
 
@@ -164,6 +183,7 @@ def demo(
     from ..errors import UserError
     from ..runs.compare import compare
     from ..runs.execute import start
+    from ..runs.logs import with_logs
     from .progress import watcher
 
     parent = out or free_folder(Path("runs"), "demo")
@@ -174,7 +194,8 @@ def demo(
     folders = [parent / name for name in chosen]
     try:
         for config, folder in zip(configs, folders, strict=True):
-            start(config, folder, "cpu", workers, watcher(console, False), "fedtailor demo")
+            watch = with_logs(watcher(console, False), log or [], folder)
+            start(config, folder, "cpu", workers, watch, "fedtailor demo")
             _write_report(folder)
     except KeyboardInterrupt:
         console.print(f"\nStopped. What is finished lies in {parent}.", soft_wrap=True)

@@ -73,6 +73,10 @@ def serve_command(
     quorum: Annotated[int, typer.Option(help="Replies without which a round does not end.")] = 1,
     onboard: Annotated[int, typer.Option(help="Take in so many clients that were never in the run, then end.")] = 0,
     profile: Annotated[str, typer.Option(help="With --onboard: the newcomers' device; default: the fleet's.")] = "",
+    log: Annotated[
+        list[str] | None,
+        typer.Option("--log", metavar="csv|tensorboard|mlflow", help="Also log each round's numbers there."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")] = False,
 ) -> None:
     """Run a config with clients on other machines.
@@ -96,6 +100,7 @@ def serve_command(
     from ..engine.flower.apps import GridPost
     from ..engine.flower.link import SuperLink
     from ..runs.execute import read_facts
+    from ..runs.logs import with_logs
     from ..runs.results import Results
     from ..runs.serve import serve
     from ..runs.welcome import welcome
@@ -108,7 +113,7 @@ def serve_command(
     else:
         loaded, there = load(config, list(changes or [])), set()
         folder = out or free_folder(Path("runs"), loaded.data.name, loaded.method["name"])
-    watch = crowd_watcher(console, quiet)
+    watch = with_logs(crowd_watcher(console, quiet), log or [], folder)
     keys = server_folder(tls) if tls else None
     link = SuperLink(host, port, keys, folder.parent / f".superlink-{port}", watch.say)
     with _ended_by_signals():

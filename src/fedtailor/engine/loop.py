@@ -65,9 +65,14 @@ class Rounds:
 
     def __init__(self, job: Job, method: Method, fleet: Fleet, rules: FleetConfig) -> None:
         self.job, self.method, self.fleet, self.rules = job, method, fleet, rules
+        self._began: Callable[[int, Sequence[int]], None] | None = None
 
     def begin(self) -> State:
         return State(self.method.start(self.job))
+
+    def follow(self, told: Callable[[int, Sequence[int]], None]) -> None:
+        """Has every round that begins told, with its clients."""
+        self._began = told
 
     def present(self, number: int) -> list[int]:
         """Who is asked in a round: its participants, as far as they can be reached."""
@@ -100,6 +105,8 @@ class Rounds:
         began = time.perf_counter()
         events: list[Event] = []
         present = self.present(number)
+        if self._began:
+            self._began(number, present)
         server, memories = self.exchange(self.method, state.server, state.memories, number, present, events)
         server.round = number
         state.server, state.round = server, number

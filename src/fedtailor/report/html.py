@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedtailor.errors import UserError
 from fedtailor.report import plots, versus, words
-from fedtailor.report.archs import read_archs
 from fedtailor.runs.compare import Comparison, compare
 from fedtailor.runs.results import KINDS, Results, duration, worst_tenth
+from fedtailor.ui.freeze import embedded, freeze
 
 HERE = Path(__file__).parent
 COSTS = {
@@ -54,7 +52,7 @@ def write_page(template: str, page: dict[str, Any], out: Path) -> Path:
         "percent": words.percent, "count": words.count, "size": words.size, "duration": duration,
         "setting": words.setting, "moment": words.moment, "links": words.pieces_with_links,
     }  # fmt: skip
-    text = environment.get_template(template).render(css=(HERE / "style.css").read_text(encoding="utf-8"), **page)
+    text = environment.get_template(template).render({"css": (HERE / "style.css").read_text(encoding="utf-8"), **page})
     if out.is_dir():
         raise UserError(f"{out} is a folder. Give the name of the HTML file to write, such as {out / 'report.html'}.")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +68,7 @@ def write_page(template: str, page: dict[str, Any], out: Path) -> Path:
 def run_page(run: Results) -> dict[str, Any]:
     """Everything the template of one run shows, as plain values."""
     split, at = run.reported_at()
-    summary = run.summary()
+    summary, views = run.summary(), freeze(run)
     return {
         "title": run.name,
         "run": run,
@@ -80,15 +78,14 @@ def run_page(run: Results) -> dict[str, Any]:
         "split": split,
         "round": at,
         "headline": [(kind, words.KIND_NAMES[kind], words.KIND_WORDS[kind], s) for kind, s in run.spreads.items() if s],
-        "settings": _settings(run.config),
-        "partition": _partition(run),
-        "curves": _pictures(plots.accuracy_curves(run), plots.loss_curve(run)),
-        "clients": _pictures(plots.client_accuracy(run), plots.accuracy_by_samples(run), plots.gain(run)),
+        "seed": run.config.get("seed"),
+        "settings": settings(run.config),
         "table": _client_table(run),
-        "archs": read_archs(run),
+        "searched": views["archs"] is not None,
         "costs": [(label, say(summary[key])) for key, (label, say) in COSTS.items()],
         "config_text": (run.folder / "config.toml").read_text(encoding="utf-8"),
         "definitions": words.DEFINITIONS,
+        **embedded(views),
     }
 
 
@@ -96,7 +93,7 @@ def _pictures(*found: plots.Picture | None) -> list[plots.Picture]:
     return [picture for picture in found if picture]
 
 
-def _settings(config: dict[str, Any]) -> list[tuple[str, Any, list[tuple[str, Any]]]]:
+def settings(config: dict[str, Any]) -> list[tuple[str, Any, list[tuple[str, Any]]]]:
     """The config as titled lists: the top-level keys first, then table by table, its name beside its title."""
     plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
     tables = [(key, value) for key, value in config.items() if isinstance(value, dict) and value]
@@ -111,19 +108,6 @@ def _dotted(table: dict[str, Any], prefix: str = "") -> Any:
             yield from _dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _partition(run: Results) -> plots.Picture | None:
-    counts, classes = run.facts.get("train_counts"), run.facts.get("classes")
-    if not counts or not classes:
-        return None
-    from fedtailor.data.picture import class_by_client_svg  # the report of a run without counts needs no data code
-
-    names = [run.client_name(client) for client in range(len(counts))]
-    sizes = [sum(row) for row in counts]
-    alt = f"{len(counts)} clients, {len(classes)} classes, {min(sizes)} to {max(sizes)} training samples a client"
-    svg = class_by_client_svg(np.array(counts), [str(name) for name in classes], names)
-    return plots.Picture("", svg, "The training split. Hover over a cell for its count.", alt, wide=True)
 
 
 def _client_table(run: Results) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from ..values import read_value, write_bytes, write_value
 from . import checkpoint
 from .events import EventLog
 from .given import give
+from .live import Live
 
 Say = Callable[[str], None]
 Report = Callable[[Event], None]
@@ -51,6 +52,9 @@ class Watcher:
     def begin(self, title: str, done: int, rounds: int) -> None: ...
 
     def round(self, number: int, facts: dict[str, float]) -> None: ...
+
+    def events(self, number: int, events: Sequence[Event]) -> None:
+        """The rows of a whole round, or those of the last evaluation, before they reach the log."""
 
     def say(self, text: str) -> None: ...
 
@@ -66,6 +70,10 @@ class Driver(Protocol):
     precision: str  # of the arithmetic
 
     def begin(self) -> State: ...
+
+    def follow(self, told: Callable[[int, Sequence[int]], None]) -> None:
+        """Has every round that begins told, with its clients."""
+        ...
 
     def rounds(self, state: State, report: Report, due: Callable[[int], bool]) -> Iterator[State]:
         """The remaining rounds; where `due` says so, with evaluations on val after a round."""
@@ -83,7 +91,7 @@ class LocalDriver:
 
     def __init__(self, federation: Federation, test: Store) -> None:
         self.federation, self.test = federation, test
-        self.begin, self.close = federation.begin, federation.engine.close
+        self.begin, self.follow, self.close = federation.begin, federation.follow, federation.engine.close
         self.precision = federation.engine.precision
 
     def rounds(self, state: State, report: Report, due: Callable[[int], bool]) -> Iterator[State]:
@@ -283,6 +291,9 @@ def drive(driver: Driver, config: Config, job: Job, out: Path, device: torch.dev
     write_facts(out, facts)
     began, before = time.perf_counter(), float(facts["seconds"])
     evaluate_every, save_every = cadence(config)
+    live = Live(out, config.rounds, state.round)
+    driver.follow(live.working)
+    sizes = [len(d.options) for d in job.space.dimensions]
 
     def due(number: int) -> bool:
         return 0 < number < config.rounds and number % evaluate_every == 0
@@ -300,11 +311,14 @@ def drive(driver: Driver, config: Config, job: Job, out: Path, device: torch.dev
             save("running")
         for _ in driver.rounds(state, pending.append, due):
             watch.round(state.round, _progress(pending))
+            watch.events(state.round, pending)
+            live.policies(state.round, state.server.values, sizes)
             _commit(log, pending)
             logged = state.round
             if state.round % save_every == 0 or state.round == config.rounds:
                 save("running")
         events, kept = driver.finish(state)
+        watch.events(state.round, events)
         _commit(log, events)
         save_networks(out / "nets", job.space, kept)
         log.flush()
@@ -318,12 +332,14 @@ def drive(driver: Driver, config: Config, job: Job, out: Path, device: torch.dev
         watch.end()
         driver.close()
         log.close()
+        live.end()
     return out
 
 
 def _commit(log: EventLog, events: list[Event]) -> None:
     for event in events:
         log.add(event)
+    log.show()
     events.clear()
 
 
@@ -408,6 +424,12 @@ def common_facts(
         "client_names": [seat.name for seat in job.seats],
         "method_paper": method.paper,
         "deviations": list(method.deviations),
+        "method_card": {
+            "shared": method.card.shared,
+            "personal": method.card.personal,
+            "policy": method.card.policy,
+            "search": method.card.search,
+        },
         "dimensions": [{"name": d.name, "options": list(d.options)} for d in space.dimensions],
     }
 

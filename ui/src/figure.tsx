@@ -1,0 +1,107 @@
+// A picture with its title, its caption, where its numbers are from, and its two downloads.
+import type { ComponentChildren } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { type Where, told } from "./data";
+import { csv } from "./format";
+
+interface Props {
+  title: string;
+  caption?: ComponentChildren;
+  at: Where;
+  file: string;
+  rows: () => Record<string, unknown>[];
+  draw: (width: number) => Element | null;
+  wide?: boolean;
+  keys?: [string, string, string?][];
+  deps?: unknown[];
+  alt?: string;
+  children?: ComponentChildren;
+  onPick?: (value: any) => void;
+}
+
+export function Figure({ title, caption, at, file, rows, draw, wide, keys, deps = [], alt, children, onPick }: Props) {
+  const place = useRef<HTMLDivElement>(null);
+  const [width, setWidth] = useState(0);
+  useEffect(() => {
+    const watch = new ResizeObserver(([entry]) => setWidth(Math.floor(entry!.contentRect.width)));
+    watch.observe(place.current!);
+    setWidth(place.current!.clientWidth);
+    return () => watch.disconnect();
+  }, []);
+  useEffect(() => {
+    if (!width) return;
+    const made = draw(width);
+    if (!made) return place.current!.replaceChildren();
+    made.setAttribute("role", "img");
+    made.setAttribute("aria-label", alt ?? title);
+    if (onPick) made.addEventListener("click", () => (made as any).value && onPick((made as any).value));
+    place.current!.replaceChildren(made);
+  }, [width, ...deps]);
+  return (
+    <figure class={wide ? "wide" : ""} data-figure={file}>
+      <div class="figure-head">
+        <h3>{title}</h3>
+        <div class="tools">
+          {children}
+          <button class="tool" title="Save this picture as SVG" onClick={() => saveSvg(place.current!, file)}>SVG</button>
+          <button class="tool" title="Save the numbers behind it as CSV" onClick={() => saveCsv(stamped(rows(), at), file)}>CSV</button>
+        </div>
+      </div>
+      {keys && (
+        <ul class="keys">
+          {keys.map(([label, colour, shape]) => (
+            <li><span class={`mark ${shape ?? "line"}`} style={{ "--colour": colour }} aria-hidden="true" />{label}</li>
+          ))}
+        </ul>
+      )}
+      <div class={`drawing ${onPick ? "pick" : ""}`} ref={place} />
+      <figcaption>{caption && <span>{caption} </span>}<span class="from">{told(at)}</span></figcaption>
+    </figure>
+  );
+}
+
+/** Every line says where it is from. */
+export function stamped(rows: Record<string, unknown>[], at: Where): Record<string, unknown>[] {
+  return rows.map((row) => ({ run: at.run, seed: at.seed ?? "", ...(at.split ? { split: at.split } : {}), ...(at.round != null ? { round: at.round } : {}), ...row }));
+}
+
+export function save(text: string, type: string, name: string): void {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 2000);
+}
+
+export const saveCsv = (rows: Record<string, unknown>[], file: string) => save(csv(rows), "text/csv", `${file}.csv`);
+
+/** The drawing as a file that stands alone: colours of the theme become plain ones. */
+export function saveSvg(place: HTMLElement, file: string): void {
+  const image = place.querySelector<HTMLImageElement>("img[data-svg]");
+  if (image) return save(decodeURIComponent(image.src.slice(image.src.indexOf(",") + 1)), "image/svg+xml", `${file}.svg`);
+  const parts = [...place.querySelectorAll<SVGSVGElement>("svg")].filter((svg) => !svg.parentElement?.closest("svg"));
+  if (!parts.length) return;
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name: string) => style.getPropertyValue(name).trim();
+  const boxes = parts.map((svg) => svg.getBoundingClientRect());
+  const left = Math.min(...boxes.map((b) => b.left)), top = Math.min(...boxes.map((b) => b.top));
+  const width = Math.max(...boxes.map((b) => b.right)) - left, height = Math.max(...boxes.map((b) => b.bottom)) - top;
+  const whole = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  for (const [name, value] of Object.entries({
+    xmlns: "http://www.w3.org/2000/svg", "xmlns:xlink": "http://www.w3.org/1999/xlink", viewBox: `0 0 ${width} ${height}`, width, height, color: colour("--ink"),
+    "font-family": "system-ui, sans-serif", "font-size": 11,
+  })) whole.setAttribute(name, String(value));
+  const back = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+  for (const [name, value] of Object.entries({ width: "100%", height: "100%", fill: colour("--paper") })) back.setAttribute(name, value);
+  whole.append(back);
+  parts.forEach((svg, i) => {
+    const copy = svg.cloneNode(true) as SVGSVGElement;
+    copy.setAttribute("x", String(boxes[i]!.left - left));
+    copy.setAttribute("y", String(boxes[i]!.top - top));
+    copy.setAttribute("width", String(boxes[i]!.width));
+    copy.setAttribute("height", String(boxes[i]!.height));
+    whole.append(copy);
+  });
+  const text = new XMLSerializer().serializeToString(whole).replace(/var\((--[\w-]+)\)/g, (_, name) => colour(name) || "black");
+  save(`<?xml version="1.0" encoding="UTF-8"?>\n${text}`, "image/svg+xml", `${file}.svg`);
+}
