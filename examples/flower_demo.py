@@ -22,7 +22,7 @@ NAMES = [f"client-{i:03d}" for i in range(4)]
 SMALL = ["clients=4", "participants=4", "evaluate_every=1", "partition.classes=4", "partition.samples=120"]
 CHANGES = {
     "perfedrlnas": ["local.epochs=1"],
-    "spider": ["local.epochs=0.3", "partition.samples=60"],
+    "spider": ["local.epochs=0.3", "partition.samples=60", "evaluate_every=3"],
 }
 
 

@@ -39,7 +39,8 @@ METHODS = ("perfedrlnas", "spider", "fedcs", "fedrep")
 
 @pytest.fixture(scope="module", params=METHODS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    options: dict[str, Any] = {"clients": 2, "rounds": 2, "local__prior": request.param == "fedrep"}
+    options: dict[str, Any] = {"clients": 2, "rounds": 2, "evaluate_every": 2}
+    options["local__prior"] = request.param == "fedrep"
     if request.param == "fedcs":  # half of four clients afford the largest network
         options |= {
             "clients": 4,
@@ -49,7 +50,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         }
     if request.param == "spider":
         options |= {"local__epochs": 0.2, "space__name": "darts", "space__channels": 4, "space__cells": 3}
-        options |= {"space__variant": "s2"}
+        options |= {"space__variant": "s2", "partition__samples": 60}
     return start(small_config(request.param, **options), tmp_path_factory.mktemp(request.param) / "run", "cpu", 1)
 
 
