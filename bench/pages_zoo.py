@@ -85,7 +85,8 @@ python bench/zoo.py --out runs/zoo && python bench/zoo.py --collect runs/zoo && 
 
 AFTER = """
 kB: sent and received by a client in a round. Seconds: of one run, on one core. Global: the server's own model on the
-same test images, where there is one. `+ prior`: the clients' label frequencies in the loss and in the kept network."""
+same test images, where there is one. A try of tuning fails where the loss is no number any more, or where the method
+refuses the rate. `+ prior`: the clients' label frequencies in the loss and in the kept network."""
 
 
 def settings(lines: Sequence[Line]) -> dict[str, Any]:
@@ -113,10 +114,19 @@ def table(whole: Sequence[Line], missing: Sequence[Line]) -> str:
     out = ["", "| " + " | ".join(heads) + " |", "|---|---|---|---|---|---|---|---|---|"]
     for x in whole:
         out.append("| " + " | ".join(cells(x)) + " |")
-    for x in missing:
-        why = next((r["error"] for r in (*x.finals, *x.tuning) if "error" in r), "") if x.tuning else ""
-        out.append(f"| {label(x)} | | {'failed: ' + why.split('.')[0] if why else 'not run yet'} | | | | | | |")
+    out += [f"| {label(x)} | | {state(x)} | | | | | | |" for x in missing]
     return "\n".join(out)
+
+
+def state(x: Line) -> str:
+    """Why a row has no numbers."""
+    errors = [r["error"] for r in x.finals if "error" in r]
+    if len(x.tuning) == len(RATES) and all("error" in r for r in x.tuning):
+        errors = [r["error"] for r in x.tuning]
+    if errors:
+        return f"failed: {errors[0].split('.')[0]}"
+    done = len(x.tuning) + len(x.finals)
+    return f"not run yet ({done} of {len(RATES) + len(SEEDS)} runs are there)" if done else "not run yet"
 
 
 def label(x: Line) -> str:
@@ -133,6 +143,8 @@ def cells(x: Line) -> list[str]:
         value = chosen[x.row.option]
         short = x.row.option.removeprefix("method.").removeprefix("local.")
         values.append(f"{short} {value if isinstance(value, str) else format(value, 'g')}")
+    diverged = sum("error" in r for r in x.tuning)
+    values += [f"{diverged} tries failed"] if diverged else []
     return [
         label(x),
         x.finals[0]["network"],
