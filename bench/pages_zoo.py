@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from zoo import FEW_RATES, RATES, RESULTS, SEEDS, TUNING_SEED, Row, known, rows
+import zoo
+from zoo import FEW_RATES, RATES, SEEDS, TUNING_SEED, Row, known, rows
 
 from fedtailor.config import load
 from fedtailor.runs.results import spread
@@ -41,20 +41,19 @@ class Line:
 
 
 def page() -> str:
-    lines = [line(name, row) for name, row in rows().items()]
+    runs = known([])
+    lines = [line(name, row, runs.values()) for name, row in rows().items()]
     whole = sorted((x for x in lines if x.whole), key=lambda x: (-x.personal, x.name))
     missing = sorted((x for x in lines if not x.whole), key=lambda x: x.name)
     parts = [HEAD.format(**settings(lines)), table(whole, missing), after(whole)]
     return "\n".join(parts)
 
 
-def line(name: str, row: Row) -> Line:
-    found = [r for r in RUNS.values() if r["row"] == name]
+def line(name: str, row: Row, runs: Iterable[Mapping[str, Any]]) -> Line:
+    found = [r for r in runs if r["row"] == name]
     finals = sorted((r for r in found if r["stage"] == "final"), key=lambda r: r["seed"])
     return Line(name, row, [r for r in found if r["stage"] == "tune"], finals)
 
-
-RUNS = known([])
 
 HEAD = """# Every method on one small federation
 
@@ -182,5 +181,5 @@ def after(whole: Sequence[Line]) -> str:
 
 
 def read_reasons() -> dict[str, str]:
-    path = Path(RESULTS).parent / "reasons.toml"
+    path = zoo.RESULTS.parent / "reasons.toml"
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
