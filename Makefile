@@ -19,7 +19,7 @@ test: $(STAMP)
 test-flower: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m flower tests/test_flower.py
 
-zoo: $(STAMP)  # every method on digits, an hour on 16 cores; then the page
+zoo: $(STAMP)  # every method on digits, half an hour on 16 cores; then the page
 	$(BIN)/python bench/zoo.py --out runs/zoo
 	$(BIN)/python bench/zoo.py --collect runs/zoo
 	$(BIN)/python bench/results.py

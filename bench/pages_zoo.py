@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from zoo import FEW_RATES, RATES, RESULTS, SEEDS, TUNING_SEED, Row, known, rows
+import zoo
+from zoo import FEW_RATES, RATES, SEEDS, TUNING_SEED, Row, known, rows
 
 from fedtailor.config import load
 from fedtailor.runs.results import spread
@@ -41,20 +41,19 @@ class Line:
 
 
 def page() -> str:
-    lines = [line(name, row) for name, row in rows().items()]
+    runs = known([])
+    lines = [line(name, row, runs.values()) for name, row in rows().items()]
     whole = sorted((x for x in lines if x.whole), key=lambda x: (-x.personal, x.name))
     missing = sorted((x for x in lines if not x.whole), key=lambda x: x.name)
     parts = [HEAD.format(**settings(lines)), table(whole, missing), after(whole)]
     return "\n".join(parts)
 
 
-def line(name: str, row: Row) -> Line:
-    found = [r for r in RUNS.values() if r["row"] == name]
+def line(name: str, row: Row, runs: Iterable[Mapping[str, Any]]) -> Line:
+    found = [r for r in runs if r["row"] == name]
     finals = sorted((r for r in found if r["stage"] == "final"), key=lambda r: r["seed"])
     return Line(name, row, [r for r in found if r["stage"] == "tune"], finals)
 
-
-RUNS = known([])
 
 HEAD = """# Every method on one small federation
 
@@ -85,7 +84,8 @@ python bench/zoo.py --out runs/zoo && python bench/zoo.py --collect runs/zoo && 
 
 AFTER = """
 kB: sent and received by a client in a round. Seconds: of one run, on one core. Global: the server's own model on the
-same test images, where there is one. `+ prior`: the clients' label frequencies in the loss and in the kept network."""
+same test images, where there is one. A try of tuning fails where the loss is no number any more, or where the method
+refuses the rate. `+ prior`: the clients' label frequencies in the loss and in the kept network."""
 
 
 def settings(lines: Sequence[Line]) -> dict[str, Any]:
@@ -113,10 +113,19 @@ def table(whole: Sequence[Line], missing: Sequence[Line]) -> str:
     out = ["", "| " + " | ".join(heads) + " |", "|---|---|---|---|---|---|---|---|---|"]
     for x in whole:
         out.append("| " + " | ".join(cells(x)) + " |")
-    for x in missing:
-        why = next((r["error"] for r in (*x.finals, *x.tuning) if "error" in r), "") if x.tuning else ""
-        out.append(f"| {label(x)} | | {'failed: ' + why.split('.')[0] if why else 'not run yet'} | | | | | | |")
+    out += [f"| {label(x)} | | {state(x)} | | | | | | |" for x in missing]
     return "\n".join(out)
+
+
+def state(x: Line) -> str:
+    """Why a row has no numbers."""
+    errors = [r["error"] for r in x.finals if "error" in r]
+    if len(x.tuning) == len(RATES) and all("error" in r for r in x.tuning):
+        errors = [r["error"] for r in x.tuning]
+    if errors:
+        return f"failed: {errors[0].split('.')[0]}"
+    done = len(x.tuning) + len(x.finals)
+    return f"not run yet ({done} of {len(RATES) + len(SEEDS)} runs are there)" if done else "not run yet"
 
 
 def label(x: Line) -> str:
@@ -133,6 +142,8 @@ def cells(x: Line) -> list[str]:
         value = chosen[x.row.option]
         short = x.row.option.removeprefix("method.").removeprefix("local.")
         values.append(f"{short} {value if isinstance(value, str) else format(value, 'g')}")
+    diverged = sum("error" in r for r in x.tuning)
+    values += [f"{diverged} tries failed"] if diverged else []
     return [
         label(x),
         x.finals[0]["network"],
@@ -170,5 +181,5 @@ def after(whole: Sequence[Line]) -> str:
 
 
 def read_reasons() -> dict[str, str]:
-    path = Path(RESULTS).parent / "reasons.toml"
+    path = zoo.RESULTS.parent / "reasons.toml"
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -74,7 +74,7 @@ BY_METHOD: dict[str, Row] = {
     "fednas": Row(DARTS, "method.alpha_lr", (3e-4, 3e-3)),
     "fednas-personal": Row(DARTS, "method.alpha_lr", (3e-4, 3e-3)),
     "fedopt": Row(option="method.server_lr", values=(0.01, 0.03)),
-    "fedoras": Row(option="method.deploy", values=("trained", "as-is")),  # its tiers are its budgets
+    "fedoras": Row(option="method.tune_lr", values=(0.0, 0.005)),  # its tiers are its budgets
     "fedpa": Row(BUDGETS, "method.final_epochs", (0.0, 10.0)),
     "fedper": Row(option="method.final_epochs", values=(0.0, 10.0)),
     "fedprox": Row(option="method.mu", values=(0.01, 0.1)),

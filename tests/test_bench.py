@@ -172,3 +172,28 @@ def test_the_page_reports_seeds_and_lets_val_choose(tmp_path: Path, monkeypatch:
     assert "4 GPU minutes for 2 runs" in text
     assert written["assets/results-devices-curves.svg"].startswith("<svg")
     assert pages.pages() == written
+
+
+def test_the_zoo_page_has_means_over_seeds_and_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo, pages = script("zoo"), script("pages_zoo")
+    monkeypatch.setattr(zoo, "RESULTS", tmp_path / "runs.jsonl")
+    facts = {"network": "cnn", "bytes": 2000, "curve": [[25, 0.5], [50, 0.6]], "partition_hash": "abc"}
+    facts |= {"torch": "2", "python": "3", "cores": 1, "seconds": 4.0}
+    runs = []
+    for row, level in (("fedavg-ft", 0.9), ("fedavg", 0.8)):
+        chosen = {**zoo.rows()[row].trials()[0], "method.name": row}
+        for seed in zoo.SEEDS:
+            test = [level + 0.01 * seed, level - 0.1 + 0.01 * seed]
+            runs.append({"key": f"{row}{seed}", "row": row, "stage": "final", "seed": seed, "changes": chosen} | facts)
+            runs[-1]["test"] = test
+    runs.append({"key": "x", "row": "ditto", "stage": "tune", "seed": 100, "changes": {}, "error": "diverged"})
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in runs))
+    (tmp_path / "reasons.toml").write_text('fedavg = "it is one network for all."')
+    text = pages.page()
+    assert (
+        "| **fedavg-ft** | cnn | 86.0 ± 1.0 | 81.0 ± 1.0 | – | 2.0 | 4 | 50.0 → 60.0 | lr 0.01, interpolate 0 |" in text
+    )
+    assert text.index("| **fedavg-ft** |") < text.index("| **fedavg** |")
+    assert "- **fedavg** (−10.0): it is one network for all." in text
+    assert "| ditto | | not run yet (1 of 11 runs are there) |" in text
+    assert "hash `abc`" in text
