@@ -211,8 +211,8 @@ def watch() -> None:
         wall = time.perf_counter() - began
         server_cpu = cpu_seconds(server.pid) - before
     cores = os.cpu_count() or 1
-    notes, load = spent["seconds"], os.getloadavg()[0]
-    print(f"load {load:.1f}; run: {wall:.1f} s, of it {notes:.3f} CPU seconds ({notes / wall:.2%}) for watchers")
+    notes, busy = spent["seconds"], os.getloadavg()[0]
+    print(f"load {busy:.1f}; run: {wall:.1f} s, of it {notes:.3f} CPU seconds ({notes / wall:.2%}) for watchers")
     print(f"server: {server_cpu:.2f} CPU seconds = {server_cpu / wall / cores:.2%} of the machine's {cores} cores")
 
 

@@ -24,7 +24,7 @@ from fedtailor.runs.results import Results
 from fedtailor.ui import networks, views
 from fedtailor.ui.server import application, host_of
 from fedtailor.ui.shelf import Shelf
-from synthetic_run import realistic
+from synthetic_run import config, realistic
 from tools import small_config
 
 TOKEN = "a-token-that-is-long-enough"
@@ -167,6 +167,9 @@ def test_code_that_came_with_a_run_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('loaded')")
     with pytest.raises(UserError, match="does not load"):
         networks.devices(Results.read(folder))
+    toml.write_text(config(10, 4, extra=f'[method.more]\nrewards = ["accuracy", "{tmp_path}/evil.py:reward"]\n'))
+    with pytest.raises(UserError, match="does not load"):
+        networks.look(Results.read(folder), 0)
 
 
 def test_what_a_browser_sends_never_becomes_a_path(page: TestClient, shelf: Path, tmp_path: Path) -> None:
