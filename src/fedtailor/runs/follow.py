@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 import tomllib
 from pathlib import Path
@@ -29,6 +30,7 @@ class Follower:
         self.problem = ""  # why there are no results; else ''
         self.now: dict[str, Any] | None = None  # who works, while the run goes on
         self._seen: Any = None
+        self._lock = threading.Lock()
         self._forget()
 
     def _forget(self) -> None:
@@ -42,6 +44,10 @@ class Follower:
         self._names: list[str] = []
 
     def read(self) -> Follower:
+        with self._lock:
+            return self._read()
+
+    def _read(self) -> Follower:
         try:
             seen = self._stamp()
             if seen == self._seen:
