@@ -323,3 +323,5 @@ def test_the_build_is_in_step_with_its_sources() -> None:
     assert json.loads((static / "build.json").read_text()) == {"sources": found.hexdigest()}, "run `make ui`"
     assert "</script" not in (static / "app.js").read_text(), "the report puts it into a script element"
     assert "resolved" not in (root / "ui" / "package-lock.json").read_text()
+    licences = (static / "LICENSES.txt").read_text()
+    assert all(name in licences for name in ("preact", "@observablehq/plot", "d3-scale", "Permission is hereby granted"))
