@@ -295,7 +295,7 @@ def test_gain_appears_once_it_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_report_of_a_thousand_clients_is_small(tmp_path: Path) -> None:
-    folder = realistic(tmp_path / "r", 1000, 30, search=True)
+    folder = realistic(tmp_path / "r", 1000, 12, search=True)
     assert write_report(folder).stat().st_size < 2_500_000
 
 
@@ -324,4 +324,6 @@ def test_the_build_is_in_step_with_its_sources() -> None:
     assert "</script" not in (static / "app.js").read_text(), "the report puts it into a script element"
     assert "resolved" not in (root / "ui" / "package-lock.json").read_text()
     licences = (static / "LICENSES.txt").read_text()
-    assert all(name in licences for name in ("preact", "@observablehq/plot", "d3-scale", "Permission is hereby granted"))
+    assert all(
+        name in licences for name in ("preact", "@observablehq/plot", "d3-scale", "Permission is hereby granted")
+    )

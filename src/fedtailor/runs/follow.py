@@ -71,6 +71,12 @@ class Follower:
             found.append(f"events.csv is damaged: {rows} left out (line {lines}). The rest is shown.")
         if self.restarts > 0:
             found.append("events.csv was cut back and read anew: the run was resumed from its last checkpoint.")
+        if self.status == "killed":
+            known = self.now is not None and self.now.get("host") == socket.gethostname()
+            why = (
+                "its process is gone." if known else "it has written nothing for ten minutes: long rounds, or its end."
+            )
+            found.append(f"The run says that it is running, but {why} Continue it with: fedtailor resume {self.folder}")
         return found
 
     @property
