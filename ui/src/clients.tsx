@@ -110,9 +110,10 @@ function Grid({ columns, version, shown, sort, setSort, open, link }: { columns:
   const box = useRef<HTMLDivElement>(null);
   const [top, setTop] = useState(0);
   const [tall, setTall] = useState(520);
+  const [across, setAcross] = useState(0);
   const [cursor, setCursor] = useState(0);
   useEffect(() => {
-    const fit = () => setTall(Math.max(240, Math.min(shown.length * HIGH + 44, window.innerHeight - 230)));
+    const fit = () => { setAcross(box.current?.clientWidth ?? 0); setTall(Math.max(240, Math.min(shown.length * HIGH + 44, window.innerHeight - 230))); };
     fit();
     window.addEventListener("resize", fit);
     return () => window.removeEventListener("resize", fit);
@@ -132,7 +133,8 @@ function Grid({ columns, version, shown, sort, setSort, open, link }: { columns:
     if (event.key === "Enter" && shown[cursor] != null && (event.target as HTMLElement).tagName !== "BUTTON") open(shown[cursor]!);
   };
   const wide = columns.reduce((sum, column) => sum + column.wide, 0);
-  const grid = columns.map((column) => `minmax(${column.wide}px, ${column.wide}fr)`).join(" ");
+  const stretch = Math.max(1, (across - 34) / wide); // plain pixels: rows are laid out quicker than with fractions
+  const grid = columns.map((column) => `${Math.floor(column.wide * stretch)}px`).join(" ");
   return (
     <div class="grid" role="grid" aria-rowcount={shown.length + 1} tabIndex={0} ref={box} style={{ height: `${tall}px` }} onKeyDown={keys} onScroll={(event) => setTop(event.currentTarget.scrollTop)}>
       <div style={{ minWidth: `${wide + 16}px` }}>

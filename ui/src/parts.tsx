@@ -66,6 +66,13 @@ export function Spark({ values, width = 84, height = 20 }: { values: (number | n
 
 /** An architecture as a row of bars, one per dimension: higher is a later option; operations by their colour. */
 export function Glyph({ choices, archs, width = 120, height = 22 }: { choices: number[][]; archs: Archs; width?: number; height?: number }) {
+  let made = drawn.get(choices);
+  if (!made || made.width !== width) drawn.set(choices, (made = { width, ...glyph(choices, archs, width, height) }));
+  return <svg class="glyph" width={width} height={height} role="img" aria-label={made.said}>{made.shapes.map(([colour, d]) => <path d={d} fill={colour} />)}</svg>;
+}
+
+const drawn = new WeakMap<number[][], { width: number; said: string; shapes: [string, string][] }>();
+function glyph(choices: number[][], archs: Archs, width: number, height: number): { said: string; shapes: [string, string][] } {
   const step = Math.min(14, width / Math.max(1, choices.length)), wide = (step - 1.2).toFixed(1);
   const said = choices.map((kept, d) => `${archs.dimensions[d]!.name} ${kept.map((i) => archs.dimensions[d]!.options[i]).join("+") || "–"}`).join(", ");
   const shapes = new Map<string, string>(); // by colour: a table of a thousand clients has many of these
@@ -76,7 +83,7 @@ export function Glyph({ choices, archs, width = 120, height = 22 }: { choices: n
     const tall = numeric ? 5 + ((height - 6) * kept[kept.length - 1]!) / Math.max(1, options.length - 1) : height - 2;
     kept.forEach((i, k) => add(optionColour(options[i]!, i, options.length, numeric), height - tall + (k * tall) / kept.length, tall / kept.length));
   });
-  return <svg class="glyph" width={width} height={height} role="img" aria-label={said}><title>{said}</title>{[...shapes].map(([colour, d]) => <path d={d} fill={colour} />)}</svg>;
+  return { said, shapes: [...shapes] };
 }
 
 export function Bar({ share, kind = "" }: { share: number; kind?: string }) {

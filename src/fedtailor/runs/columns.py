@@ -181,6 +181,12 @@ class _Text:
 
     def floats(self, start: Ints, end: Ints) -> tuple[Floats, Bools]:
         """Numbers as Python reads them, and which parts are such."""
+        found, whole = self.numbers(start, end)  # sizes and counts, which are many, need no decimal places
+        values, ok, rest = found.astype(np.float64), whole.copy(), np.flatnonzero(~whole)
+        values[rest], ok[rest] = self._decimals(start[rest], end[rest])
+        return values, ok
+
+    def _decimals(self, start: Ints, end: Ints) -> tuple[Floats, Bools]:
         inside = np.zeros(len(self.body) + 1, np.int8)
         inside[start] = 1
         inside[end + 1] -= 1  # the newline after each keeps them apart

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 import tomllib
 from pathlib import Path
@@ -29,6 +30,7 @@ class Follower:
         self.problem = ""  # why there are no results; else ''
         self.now: dict[str, Any] | None = None  # who works, while the run goes on
         self._seen: Any = None
+        self._lock = threading.Lock()
         self._forget()
 
     def _forget(self) -> None:
@@ -42,6 +44,10 @@ class Follower:
         self._names: list[str] = []
 
     def read(self) -> Follower:
+        with self._lock:
+            return self._read()
+
+    def _read(self) -> Follower:
         try:
             seen = self._stamp()
             if seen == self._seen:
@@ -65,6 +71,12 @@ class Follower:
             found.append(f"events.csv is damaged: {rows} left out (line {lines}). The rest is shown.")
         if self.restarts > 0:
             found.append("events.csv was cut back and read anew: the run was resumed from its last checkpoint.")
+        if self.status == "killed":
+            known = self.now is not None and self.now.get("host") == socket.gethostname()
+            why = (
+                "its process is gone." if known else "it has written nothing for ten minutes: long rounds, or its end."
+            )
+            found.append(f"The run says that it is running, but {why} Continue it with: fedtailor resume {self.folder}")
         return found
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,9 +26,8 @@ NEIGHBOURS = 12  # clients that one is compared with, weight by weight
 
 
 def own_code(run: Results) -> bool:
-    """Whether the run uses code or data of the user's own, named by a path."""
-    names = [run.section(table) for table in ("method", "space", "net")]
-    return any(name.endswith(".py") or ".py:" in name for name in names)
+    """Whether the run's configuration names a file of code anywhere: a method, a space, a net, a reward."""
+    return ".py" in json.dumps(run.config, default=str)
 
 
 def _require_ours(run: Results) -> None:
@@ -200,6 +200,7 @@ def look(run: Results, client: int) -> dict[str, Any]:
     from ..nets.base import net_of
     from ..values import read_value
 
+    _require_ours(run)
     if run.facts.get("served"):
         raise UserError("the clients of this run are elsewhere, and so is their data.")
     if run.facts.get("joined"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -59,6 +60,7 @@ PAGE = """<!doctype html>
 def application(root: Path, token: str = "") -> Starlette:
     """The page over the runs below a folder."""
     shelf = Shelf(root)
+    threading.Thread(target=shelf.warm, daemon=True).start()
     routes = [
         Route("/", _page),
         Route("/static/{name}", _static),

@@ -6,6 +6,7 @@ they never become a path themselves, and a link that leads out of the root is no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..runs.results import Results
 from .numbers import number
 
 DEPTH = 4  # of folders below the root
+WARM = 3  # runs that are read before anybody asks
 FILES = ("run.json", "config.toml", "events.csv", "now.json", "gain.csv", "partition.npz", "policies", "nets")
 
 
@@ -57,9 +59,16 @@ class Shelf:
                 if folder is None:
                     raise KeyError(run)
                 follower = self._followers[run] = Follower(folder)
-            if follower.folder.is_dir() and not self._inside(follower.folder):
-                raise KeyError(run)
-            return follower.read()
+        if follower.folder.is_dir() and not self._inside(follower.folder):
+            raise KeyError(run)
+        return follower.read()
+
+    def warm(self) -> None:
+        """Reads the runs that were written last, which are the likeliest to be looked at."""
+        found = sorted(self.found().items(), key=lambda item: -_mtime(item[1] / "events.csv"))
+        for name, _ in found[:WARM]:
+            with contextlib.suppress(KeyError):
+                self.follower(name)
 
     def cards(self) -> list[dict[str, Any]]:
         """All runs at a glance, newest first; those that cannot be read say why."""
@@ -115,6 +124,13 @@ def broken_card(name: str, problem: str) -> dict[str, Any]:
     empty = dict.fromkeys(("method", "network", "data", "partition", "fleet", "created", "split", "device"), "")
     none = dict.fromkeys(("rounds", "done", "clients", "participants", "seed", "round", "personal", "worst", "seconds"))
     return {"id": name, "name": name.rpartition("/")[2], "status": "broken", **empty, **none, "problem": problem}
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _stamp(path: Path) -> Any:

@@ -37,7 +37,7 @@ def overview(
         **run_card(name, run, status),
         "lead": words.sentence(run),
         "warnings": run.warnings(),
-        "troubles": [*troubles, *([_killed(run)] if status == "killed" else [])],
+        "troubles": list(troubles),
         "now": now,
         "finished": run.finished,
         "spreads": {kind: s and {k: number(v) for k, v in s._asdict().items()} for kind, s in run.spreads.items()},
@@ -49,10 +49,6 @@ def overview(
         "costs": costs(run),
         "summary": {k: number(v) for k, v in run.summary().items() if isinstance(v, (int, float))},
     }
-
-
-def _killed(run: Results) -> str:
-    return f"The run says that it is running, but its process is gone. Continue it with: fedtailor resume {run.folder}"
 
 
 def curve(series: Series) -> dict[str, Any] | None:
