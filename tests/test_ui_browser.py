@@ -79,7 +79,7 @@ def tab(browser: Any) -> Iterator[Any]:
     """A page of its own; whatever it complains about fails the test."""
     context = browser.new_context(viewport={"width": 1366, "height": 820}, accept_downloads=True, color_scheme="light")
     page = context.new_page()
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(30_000)
     complaints: list[str] = []
     expected: list[str] = []  # failed answers that the test itself brings about
     page.expected = expected

@@ -6,6 +6,7 @@ Only GET is answered. On loopback the Host header must name this machine, so tha
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import threading
@@ -29,6 +30,8 @@ from .shelf import Shelf
 
 STATIC = Path(__file__).parent / "static"
 FILES = {"app.js": "text/javascript", "app.css": "text/css"}
+DEAR = {"devices", "drawing", "look"}  # what needs torch
+_one_at_a_time = threading.Lock()  # threads that import the same modules at once see halves of them
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 COOKIE = "fedtailor"
 PACE = 400  # a page asks for a view again after so many times what it cost: with its four, one hundredth of a core
@@ -221,7 +224,8 @@ async def _view(shelf: Shelf, request: Request) -> Response:
             return views.overview(follower.results, name, follower.status, follower.troubles(), follower.now)
         if view not in known:
             raise KeyError(view)
-        return known[view](_read(shelf, name))
+        with _one_at_a_time if view in DEAR else contextlib.nullcontext():
+            return known[view](_read(shelf, name))
 
     def version() -> str:
         follower = shelf.follower(name)
