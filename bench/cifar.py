@@ -37,7 +37,7 @@ from fedtailor.data import partition as partitions
 from fedtailor.data.federation import Store
 from fedtailor.data.sources import load as load_data
 from fedtailor.engine.loop import Event, Federation, State
-from fedtailor.evaluate import Kept, evaluate, keep_networks
+from fedtailor.evaluate import Kept, evaluate, keep_networks, offers_of
 from fedtailor.method import Server
 from fedtailor.runs import execute
 from fedtailor.runs.execute import LocalDriver, Report, Setup, Watcher, choose_device, drive, prepare
@@ -100,13 +100,13 @@ class Piece(LocalDriver):
         server = Server(job, state.round, **state.server.values)
         before = self.federation
         federation = Federation(job, config.make_method(), before.store, before.engine, before.fleet, before.rules)
-        seats = job.seats[: job.clients]
         ended = State(server, state.memories, state.round)
         if whole and not ending.epochs:
             events = evaluate(federation, ended, self.judged)[0]
         else:
+            offers = offers_of(federation, server, job.seats[: job.clients])
             more = (state.memories, self.judged, "personal", ending.epochs)
-            events = keep_networks(federation, federation.method, server, seats, *more)[0]
+            events = keep_networks(federation, state.round, offers, *more)[0]
         return accuracies(events)
 
 

@@ -51,7 +51,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
     """Accuracies of the state on val and, where the test store is given, on test; and the networks clients keep."""
     method, job = federation.method, federation.job
     trained, held_out = job.seats[: job.clients], job.seats[job.clients :]
-    offers = _offers(federation, state.server, trained)
+    offers = offers_of(federation, state.server, trained)
     events, kept = keep_networks(federation, state.round, offers, state.memories, test, "personal")
     shared = method.shared(state.server)
     if shared is not None:
@@ -68,7 +68,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
             events += [Event(state.round, client.id, s, "global_accuracy", v) for s, v in found.items()]
     if held_out and test is not None:
         server, memories = onboard(federation, state, held_out)
-        offers = _offers(federation, server, held_out)
+        offers = offers_of(federation, server, held_out)
         more, more_kept = keep_networks(federation, state.round, offers, memories, test, "new")
         events, kept = events + more, kept + more_kept
     return events, kept
@@ -88,7 +88,8 @@ def onboard(federation: Rounds, state: State, seats: Sequence[Seat]) -> tuple[Se
     return server, memories
 
 
-def _offers(federation: Federation, server: Server, seats: Sequence[Seat]) -> list[tuple[Seat, Task]]:
+def offers_of(federation: Federation, server: Server, seats: Sequence[Seat]) -> list[tuple[Seat, Task]]:
+    """What the server has for these clients to make their networks of."""
     return [(seat, federation.sent(federation.method.offer(server, seat))) for seat in seats]
 
 
