@@ -216,7 +216,7 @@ BUDGETS = {
 
 # the authors' own settings ------------------------------------------------------------------------------------------
 
-QUOTED = "the paper's figure is quoted from memory"
+QUOTED = "figure, network and deal of images not yet checked against the source"
 TWO, FIVE = (
     "071ce83c705d7b348b76cd0eed0afc7a0a19627a2ff5849115e034fe3f783b3c",
     "a80eb7e5a8ed7d43f0bb7782be0d5e4becf3a5a42f630f3b3aa0098918de74b8",
