@@ -7,7 +7,7 @@ An ending `name@x` is one of several values tried; of these the one with the bes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from authors.deals import per_fedavg
@@ -272,17 +272,10 @@ AUTHORS = {
         partition="56d3b68d67d5d9b04624e1828b7ff1665cb5d011391a0f55ca95449c6d26862d",
         deal=per_fedavg,
     ),
-    "per-fedavg-fo": Row(
-        {"method.variant": "fo"},
-        {"as it is": Ending()},
-        (0.0003, 0.001, 0.003, 0.01),
-        {"as it is": "46.98"},
-        note=f"Table 1, tau = 10, alpha = 0.001; {QUOTED}",
-        preset="bench/authors/per-fedavg.toml",
-        partition="56d3b68d67d5d9b04624e1828b7ff1665cb5d011391a0f55ca95449c6d26862d",
-        deal=per_fedavg,
-    ),
 }
+AUTHORS["per-fedavg-fo"] = replace(
+    AUTHORS["per-fedavg-hf"], changes={"method.variant": "fo"}, paper={"as it is": "46.98"}
+)
 
 FEDERATIONS = {
     "devices": Federation(

@@ -107,7 +107,9 @@ def test_every_row_is_a_config() -> None:
     for federation in script("cifar_rows").FEDERATIONS.values():
         for row in federation.rows.values():
             for ending in row.endings.values():
-                load(row.preset or federation.preset, {**row.changes, **ending.changes})
+                changes = {**row.changes, **ending.changes}
+                config = load(row.preset or federation.preset, changes)
+                assert config.make_method().name == changes.get("method.name", config.method["name"])
 
 
 def test_the_zoo_has_every_method_with_the_same_budget() -> None:

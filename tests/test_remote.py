@@ -274,7 +274,7 @@ def test_a_reply_that_a_method_cannot_merge_is_left_out(tmp_path: Path) -> None:
     listener = Listener()
     post = MemoryPost(tmp_path / "sites", NAMES, changed(empty))
     serve(config_of("perfedrlnas", participants=4), tmp_path / "run", post, NAMES, watch=listener)
-    assert "the replies of client-001 are refused" in listener.said
+    assert "the reply of client-001 is refused" in listener.said
 
 
 def test_a_round_ends_at_the_deadline_and_a_late_reply_is_not_used(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,7 +61,7 @@ def participants_of(job: Job, round: int) -> list[int]:
     return sorted(int(i) for i in rng.choice(job.clients, job.participants, replace=False))
 
 
-class Rounds:
+class Rounds(ABC):
     """The server's half of every round; who does the clients' half is for `work` to say."""
 
     def __init__(self, job: Job, method: Method, fleet: Fleet, rules: FleetConfig) -> None:
@@ -78,6 +79,7 @@ class Rounds:
         """Who is asked in a round: its participants, as far as they can be reached."""
         return sorted(available(self.fleet, participants_of(self.job, number), number, self.job.seed))
 
+    @abstractmethod
     def work(
         self,
         method: Method,
@@ -88,7 +90,6 @@ class Rounds:
         events: list[Event],
     ) -> list[Answer | None]:
         """What clients make of their tasks, in their order; None for one that gave no answer."""
-        raise NotImplementedError
 
     def merge(self, method: Method, server: Server, replies: Sequence[Reply]) -> Server:
         return method.merge(server, replies)

@@ -133,21 +133,23 @@ class RemoteFederation(Rounds):
         replies, self._stale = sorted([*replies, *self._stale], key=lambda reply: reply.client), []
         try:
             return method.merge(server, replies)
-        except Exception as error:
-            sound = [reply for reply in replies if self._mergeable(method, server, reply)]
-            if len(sound) == len(replies):
+        except Exception:
+            why = {reply.client: self._obstacle(method, server, reply) for reply in replies}
+            if not any(why.values()):
                 raise
-            good = {reply.client for reply in sound}
-            names = [self.job.seats[r.client].name for r in replies if r.client not in good]
-            self.crowd.say(f"the replies of {', '.join(names)} are refused: {type(error).__name__}: {error}")
+            for client, obstacle in why.items():
+                if obstacle:
+                    self.crowd.say(f"the reply of {self.job.seats[client].name} is refused: {obstacle}")
+            sound = [reply for reply in replies if not why[reply.client]]
             return method.merge(server, sound) if sound else server.replace()
 
-    def _mergeable(self, method: Method, server: Server, reply: Reply) -> bool:
+    def _obstacle(self, method: Method, server: Server, reply: Reply) -> str:
+        """Why a reply cannot be merged even by itself; empty: it can."""
         try:
             method.merge(server, [reply])
-        except Exception:
-            return False
-        return True
+        except Exception as error:  # a hostile reply may make a method fail in any way
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def finish(self, state: State) -> tuple[list[Event], list[Kept]]:
         """The evaluation at the end. Networks stay with their clients."""

@@ -12,69 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import nn
 
 from ..card import LOSS, Message
 from ..engine.client import Client
 from ..errors import UserError
-from ..method import Card, Job, Method, Reply, Seat, Server, Task
+from ..method import Card, Job, Reply, Seat, Server, Task
 from ..nets.darts import DartsCell, Mixture
-from ..options import Count, Fraction, NonNegative, Positive
+from ..options import Count, Fraction
 from ..registry import register
-from ..search.milenas import PASSES, alpha_optimiser, cosine, milenas_step
-from ..search.mixture import ALPHAS, averaged, begin, darts, mixture, reply_of, require_room, task_of
+from ..search.local_search import LocalSearch
+from ..search.mixture import ALPHAS, averaged, begin, darts, mixture, reply_of, task_of
 from ..spaces.base import Space, Weights, paste
-from ..spaces.darts import Darts, Keep
-
-
-@dataclass(frozen=True)
-class LocalSearch(Method):
-    """The client's half of the search, which the personalised variant shares."""
-
-    paper: ClassVar[str] = "He et al., FedNAS, arXiv:2004.08546, Algorithm 1"
-    deviations: ClassVar[tuple[str, ...]] = (
-        "alpha moves before w in every step, as in the authors' code; Algorithm 1 lists w first",
-        "alpha is averaged over all clients and the gradient of w is clipped, as meant; their code does neither",
-        "val is the partition's val split; their code halves what a client has",
-        "the result is the last round's; the paper's is of the round that is best on its validation data",
-    )
-    needs = "space"
-
-    lamda: NonNegative = 1.0  # lambda of eq. 4: weight of the gradient on val
-    alpha_lr: Positive = 3e-4  # eta_alpha, of Adam
-    alpha_decay: NonNegative = 1e-3
-    lr_end: NonNegative = 0.0  # eta_w falls from local.lr to this in every round of search; 0: follow local.schedule
-
-    @classmethod
-    def runs_on(cls, space: type[Space]) -> bool:
-        return issubclass(space, Darts)
-
-    def check(self, job: Job) -> None:
-        require_room(job, self.name)
-
-    def lr_of(self, client: Client, rounds: int) -> float:
-        """eta_w at the start of a round of search, of which there are so many."""
-        return client.local.lr if self.lr_end else client.local.lr_at(client.round, rounds)
-
-    async def search(self, net: Mixture, client: Client, lr: float, epochs: float | None = None) -> float:
-        """Lines 10-14: MiLeNAS over batches of train and val. The optimisers are new in every round."""
-        alpha, weights, end = net.searched().alpha, list(net.parameters()), min(lr, self.lr_end)
-        rate = torch.tensor(lr, device=alpha[0].device) if end else None
-        step = milenas_step(
-            lambda x, y: client.loss(net, x, y),
-            weights,
-            client.local.optimiser(weights, lr if rate is None else rate),
-            alpha,
-            alpha_optimiser(alpha, self.alpha_lr, self.alpha_decay),
-            lamda=self.lamda,
-            clip=client.local.clip,
-            before=None if rate is None else cosine(rate, end, client.steps(epochs)),
-        )
-        over = ("train", "val" if client.size("val") else "train")
-        loss = await client.loop(step, [net], epochs=epochs, over=over, passes=PASSES)
-        net.searched(False)
-        return loss
+from ..spaces.darts import Keep
 
 
 @register("method", "fednas")

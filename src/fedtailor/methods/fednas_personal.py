@@ -19,11 +19,11 @@ from ..engine.client import Client
 from ..method import Card, Job, Reply, Seat, Server, Task
 from ..options import NonNegative
 from ..registry import register
+from ..search.local_search import LocalSearch
 from ..search.mixture import ALPHAS, averaged, begin, darts, mixture, reply_of, task_of
 from ..search.policy import most_likely
 from ..spaces.base import Arch
 from ..spaces.darts import Gates
-from .fednas import LocalSearch
 
 
 @register("method", "fednas-personal")

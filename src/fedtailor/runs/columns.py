@@ -5,6 +5,7 @@ The log quotes nothing, so fields are found by their commas and read side by sid
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -191,14 +192,11 @@ class _Text:
         inside[start] = 1
         inside[end + 1] -= 1  # the newline after each keeps them apart
         joined = self._bytes[np.cumsum(inside[:-1], dtype=np.int8).view(np.bool_)].tobytes()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")  # numpy warns where it cannot read on
-                values = np.fromstring(joined, np.float64, sep="\n")
+        with warnings.catch_warnings(), contextlib.suppress(DeprecationWarning, ValueError):
+            warnings.simplefilter("error")  # numpy warns where it cannot read on; then every line is read by itself
+            values = np.fromstring(joined, np.float64, sep="\n")
             if len(values) == len(start) and not (start == end).any():
                 return values, np.ones(len(start), bool)
-        except (DeprecationWarning, ValueError):
-            pass
         values = np.array([_number(line) for line in joined.split(b"\n")[:-1]], np.float64).reshape(len(start), 2)
         return values[:, 0], values[:, 1] > 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import os
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,7 +37,7 @@ def means(events: Sequence[Event]) -> dict[str, float]:
     }
 
 
-class Log(Watcher):
+class Log(Watcher, ABC):
     """Follows a run and writes its numbers somewhere."""
 
     name: ClassVar[str]
@@ -52,8 +53,9 @@ class Log(Watcher):
     def begin(self, title: str, done: int, rounds: int) -> None:
         """The run goes on after `done` rounds; what was logged of later ones is written anew."""
 
+    @abstractmethod
     def write(self, number: int, values: dict[str, float]) -> None:
-        raise NotImplementedError
+        """Logs a round's numbers."""
 
     def events(self, number: int, events: Sequence[Event]) -> None:
         self.write(number, means(events))
