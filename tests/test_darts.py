@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -18,8 +19,8 @@ from fedtailor.errors import UserError
 from fedtailor.registry import lookup
 from fedtailor.seeds import torch_seed
 from fedtailor.spaces.base import Weights, paste
-from fedtailor.spaces.darts import Darts, Gates, Keep
-from fedtailor.spaces.darts_ops import EDGES, EDGES_INTO, FULL, VARIANTS, DropPath, Noise
+from fedtailor.spaces.darts import Darts, Gates, Keep, Network
+from fedtailor.spaces.darts_ops import EDGES, EDGES_INTO, FULL, VARIANTS, Cell, DropPath, Noise
 from fedtailor.spaces.layers import seed_dropout
 from fedtailor.spaces.measure import count, tensors_of
 
@@ -356,7 +357,8 @@ def test_costs_are_exact(variant):
     assert space.cost(space.smallest).parameters <= cost.parameters <= space.cost(space.largest).parameters
 
 
-def test_kept_activations_are_exact_but_for_states_that_several_pools_read():
+def test_kept_activations_are_exact_but_for_states_that_several_pools_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Cell, "_leaving", lambda *_: {})  # else joined filters are kept too, once and not per image
     space = small("s3")
     arch = space.sample(np.random.default_rng(13))
     assert space.cost(arch) == replace(count(lambda: space.build(arch), [space.input]).cost, peak=space.cost(arch).peak)
@@ -469,3 +471,32 @@ def test_registered_and_immutable():
     keep = space.keep_of(arch)
     assert space.check_keep([[list(e) for e in kind] for kind in keep]) == keep
     assert isinstance(space.build(arch).head, nn.Linear)
+
+
+@pytest.mark.parametrize("variant", ["s2", "full"])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("affine", [False, True])
+def test_edges_computed_together_give_what_they_give_one_by_one(
+    variant: str, norm: str, affine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = small(variant, norm, input=(1, 9, 9), classes=3)
+    with torch_seed("together"):
+        together = Network(space, space.full_keep, affine)
+        x, y = torch.randn(6, 1, 9, 9), torch.tensor([0, 1, 2, 0, 1, 2])
+    apart = copy.deepcopy(together)
+    loss = F.cross_entropy(together(x), y)
+    loss.backward()
+    monkeypatch.setattr(Cell, "_leaving", lambda *_: {})
+    expected = F.cross_entropy(apart(x), y)
+    expected.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    for (name, ours), theirs in zip(together.named_parameters(), apart.parameters(), strict=True):
+        assert torch.allclose(grad_of(ours), grad_of(theirs), rtol=1e-3, atol=1e-5), name
+    for (name, ours), theirs in zip(together.named_buffers(), apart.buffers(), strict=True):
+        if name.endswith(("running_mean", "running_var")):
+            assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6), name
+
+
+def grad_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .fleet.budget import Budget
     from .fleet.profile import Profile
 
-Fact = int | float | str | bool
+Fact = int | float | str | bool | Tensor  # a tensor: a number that the engine is still computing
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .engine.client import Client
+from .engine.jobs import Measured
 from .method import Job, Server, Task
 from .parts import Part, choose, learnt
 from .spaces.measure import tensors_of
@@ -34,7 +35,7 @@ async def settle(net: nn.Module, client: Client) -> nn.Module:
     return net
 
 
-async def fit_head(net: nn.Module, client: Client, part: Part, epochs: float) -> float:
+async def fit_head(net: nn.Module, client: Client, part: Part, epochs: float) -> Measured:
     """Trains one part on top of the rest, which stays as it is, also the statistics that a forward pass moves."""
     await settle(net, client)
     held = {n: t.detach().clone() for n, t in tensors_of(net).items() if not learnt(n) and not part(n)}

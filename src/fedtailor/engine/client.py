@@ -21,7 +21,7 @@ from ..parts import STATISTICS
 from ..seeds import rng_of, seed_of
 from ..spaces.base import Space, Weights
 from ..spaces.measure import Cost, copies, parameters_of, tensors_of
-from .jobs import Fit, Loop, Predict, Recalibrate, Score
+from .jobs import Fit, Loop, Measured, Predict, Recalibrate, Score
 from .steps import objective
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Client:
         momentum: bool = True,
         on: str = "train",
         again: bool = False,
-    ) -> float:
+    ) -> Measured:
         """Trains the network with the run's local optimiser for so many epochs or steps; returns the mean loss.
 
         `only` limits training to parameters by name; `pull` = (anchor, strength) adds strength * (w - anchor) to the
@@ -171,7 +171,7 @@ class Client:
         over: Sequence[str] = ("train",),
         augment: bool = True,
         passes: float = 1.0,
-    ) -> float:
+    ) -> Measured:
         """Runs a step of the method's own over batches; with several splits, each call gets one batch of each.
 
         Images of `public` come without labels: in their place are the images' numbers in the public set.

@@ -64,6 +64,7 @@ class CudaEngine(LocalEngine):
         self._stacks: OrderedDict[Step, StackSlot | None] = OrderedDict()  # None: not worth it
         self._forwards: WeakKeyDictionary[nn.Module, dict[int, Forward | None]] = WeakKeyDictionary()
         self._foresee: Callable[[], Sequence[Arch]] | None = None
+        self._losses: list[tuple[str, Tensor]] = []  # by label, that nobody has looked at
         self._say, self._told = say, set[str]()
         _wake_libraries(device)
 
@@ -116,6 +117,8 @@ class CudaEngine(LocalEngine):
         self._lent.clear()
         while len(self._free) > 4 * self.most_slots:
             self._free.popitem(last=False)
+        if sum(map(len, self._slots.values())) > self.most_slots:
+            torch.cuda.synchronize(self.device)  # a graph must not go while it runs
         while sum(map(len, self._slots.values())) > self.most_slots:
             self._slots.popitem(last=False)
 
@@ -177,15 +180,16 @@ class CudaEngine(LocalEngine):
             if number not in answers and not isinstance(job, Score):
                 answers[number] = self._do(label, job)
         if hits:
+            self.settle()
             counts = self._read([count for _, count, _ in hits])
             answers |= {number: count / size for (number, _, size), count in zip(hits, counts, strict=True)}
         return answers
 
     # training ---------------------------------------------------------------------------------------------------
 
-    def _train(self, batch: list[Waiting]) -> dict[int, float]:
+    def _train(self, batch: list[Waiting]) -> dict[int, Tensor]:
         """Trains networks side by side, as many at a time as the card has memory for."""
-        answers: dict[int, float] = {}
+        answers: dict[int, Tensor] = {}
         for group in equals(batch):
             answers |= self._train_stack(group)
         batch = [w for w in batch if w[0] not in answers]
@@ -194,7 +198,7 @@ class CudaEngine(LocalEngine):
             batch = [w for w in batch if w[0] not in answers]
         return answers
 
-    def _train_stack(self, group: list[Waiting]) -> dict[int, float]:
+    def _train_stack(self, group: list[Waiting]) -> dict[int, Tensor]:
         """Trains clients with equal networks and steps as one, if that is faster."""
         jobs = [job for _, _, job in group if isinstance(job, Fit)]
         with self._named(f"{group[0][1]} and {len(group) - 1} more"):
@@ -205,8 +209,7 @@ class CudaEngine(LocalEngine):
             self._queue([stack], stack.steps)
             stack.finish()
             torch.cuda.current_stream(self.device).wait_stream(stack.stream)
-        losses = self._read([stack.total[i] for i in range(len(jobs))])
-        return {number: self._checked(loss / stack.steps) for (number, _, _), loss in zip(group, losses, strict=True)}
+        return self._late(group, stack.total.double() / stack.steps)
 
     def _stack(self, jobs: Sequence[Fit]) -> StackSlot | None:
         """The stack for these jobs; None where it would not be faster than side by side, or cannot be."""
@@ -234,7 +237,7 @@ class CudaEngine(LocalEngine):
             self._stacks.popitem(last=False)
         return self._stacks[key]
 
-    def _train_part(self, batch: list[Waiting]) -> dict[int, float]:
+    def _train_part(self, batch: list[Waiting]) -> dict[int, Tensor]:
         """Trains as many of these as there is memory for, at least one."""
         here = torch.cuda.current_stream(self.device)
         replays: list[Replay] = []
@@ -264,14 +267,25 @@ class CudaEngine(LocalEngine):
             here.wait_stream(replay.stream)
             if isinstance(replay, FitSlot) and replay.net not in self._lent:
                 self._keep(replay)
-        losses = self._read([replay.total for replay in replays])
-        for replay in replays:
-            if isinstance(replay, LoopReplay):
+        if loops := [replay for replay in replays if isinstance(replay, LoopReplay)]:
+            torch.cuda.synchronize(self.device)
+            for replay in loops:
                 replay.release()
-        return {
-            number: self._checked(loss / replay.steps)
-            for (number, _, _), replay, loss in zip(batch, replays, losses, strict=False)
-        }
+        steps = torch.tensor([replay.steps for replay in replays]).to(self.device, non_blocking=True)
+        return self._late(batch, torch.stack([replay.total for replay in replays]).double() / steps)
+
+    def _late(self, batch: Sequence[Waiting], losses: Tensor) -> dict[int, Tensor]:
+        """Losses as answers that nobody waits for. The card goes on; whoever needs a number reads it."""
+        found = list(zip(batch, losses.unbind(), strict=False))
+        self._losses += [(label, loss) for (_, label, _), loss in found]
+        return {number: loss for (number, _, _), loss in found}
+
+    def settle(self) -> None:
+        late, self._losses = self._losses, []
+        if late:
+            for (label, _), loss in zip(late, self._read([loss for _, loss in late]), strict=True):
+                with self._named(label):
+                    self._checked(loss)
 
     @staticmethod
     def _read(numbers: Sequence[Tensor]) -> list[float]:
@@ -363,11 +377,11 @@ class CudaEngine(LocalEngine):
 
     def forget(self) -> None:
         """Drops every captured step and network that no client holds."""
+        torch.cuda.synchronize(self.device)  # a graph must not go while it runs
         self._slots.clear()
         self._free.clear()
         self._forwards.clear()
         self._stacks = OrderedDict.fromkeys(self._stacks)  # what is short of memory should not stack again
-        torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
     def _tell(self, text: str) -> None:

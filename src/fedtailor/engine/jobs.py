@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..config import Local
 
 Batch = tuple[Tensor, Tensor]
+Measured = float | Tensor  # a loss; as a tensor it is still being computed, and float() waits for it
 
 
 class Job:

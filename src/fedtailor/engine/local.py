@@ -121,6 +121,9 @@ class LocalEngine:
                 coroutine.close()
             raise
 
+    def settle(self) -> None:
+        """Waits for all that was computed; raises where a loss is not a number. Here everything is done at once."""
+
     def close(self) -> None:
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)

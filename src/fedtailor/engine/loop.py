@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..data.federation import Store
 from ..data.partition import TRAIN, VAL
 from ..fleet.clock import Clock, available, round_seconds
@@ -52,7 +55,16 @@ class Event:
     client: int | None
     split: str
     metric: str
-    value: float | str
+    value: float | str | Tensor
+
+
+def numbers(events: Sequence[Event]) -> Iterator[Event]:
+    """The events with tensors read, all at once, and truths as 1 and 0."""
+    late = [event.value for event in events if isinstance(event.value, Tensor)]
+    read = iter(torch.stack(late).tolist() if late else ())
+    for event in events:
+        value = next(read) if isinstance(event.value, Tensor) else event.value
+        yield dataclasses.replace(event, value=value if isinstance(value, str) else value + 0)
 
 
 def participants_of(job: Job, round: int) -> list[int]:
@@ -113,7 +125,7 @@ class Rounds(ABC):
         state.server, state.round = server, number
         state.memories.update(memories)
         state.touched |= memories.keys()
-        for event in events:
+        for event in numbers(events):
             report(event)
         report(Event(number, None, "", "measured_seconds", time.perf_counter() - began))
 
@@ -145,7 +157,7 @@ class Rounds(ABC):
             rows = {"bytes_down": down, "bytes_up": up, "seconds": times[seat.id], "flops": answer.flops}
             events += [Event(number, seat.id, "", metric, value) for metric, value in rows.items()]
             splits = {"loss": "train", "accuracy": "val"}
-            facts = {k: v + 0 for k, v in reply.facts.items() if not isinstance(v, str)}  # True is logged as 1
+            facts = {k: v for k, v in reply.facts.items() if not isinstance(v, str)}
             events += [Event(number, seat.id, splits.get(k, ""), k, v) for k, v in facts.items()]
             if task.arch:
                 events.append(Event(number, seat.id, "", "arch", self.job.space.word(task.arch)))
@@ -213,3 +225,8 @@ class Federation(Rounds):
             ahead,
         )
         return [Answer(reply, c.memory, c.flops) for reply, c in zip(replies, clients, strict=True)]
+
+    def merge(self, method: Method, server: Server, replies: Sequence[Reply]) -> Server:
+        merged = super().merge(method, server, replies)
+        self.engine.settle()  # not earlier: merging needs no number that is still being computed
+        return merged

@@ -32,7 +32,7 @@ from ..data.sources import load as load_data
 from ..errors import UserError
 from ..evaluate import Kept, finish, personal_rows, scores
 from ..fleet.fleet import Device
-from ..method import Job, Method, Seat
+from ..method import Job, Method, Reply, Seat
 from ..runs.alone import Offered, deal_of, part_of, write_alone
 from ..spaces.base import Space
 from ..values import Value, on_device, read_value, write_value
@@ -180,7 +180,9 @@ class Site:
     def _work(self, desk: Desk, order: Work, folder: Path, keep: int) -> Worked:
         client = self._client(desk, self._memory(folder, order.memory), order.round)
         method = desk.method.onboarding()[0] if order.joining else desk.method
-        reply = self._run(f"round {order.round}", method.work(order.task, client))
+        reply: Reply = self._run(f"round {order.round}", method.work(order.task, client))
+        facts = {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in reply.facts.items()}
+        reply = dataclasses.replace(reply, facts=facts)
         try:
             check_declared(reply, desk.method.card.up)
         except Refused as error:
@@ -200,7 +202,9 @@ class Site:
 
     def _run(self, label: str, work: Any) -> Any:
         try:
-            return self.engine.run([(label, work)])[0]
+            found = self.engine.run([(label, work)])[0]
+            self.engine.settle()
+            return found
         except Exception as error:
             raise Problem("work", error) from error
 

@@ -15,6 +15,7 @@ import torch
 
 from ..card import LOSS, Message
 from ..engine.client import Client
+from ..engine.jobs import Measured
 from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..nets.darts import Mixture
 from ..options import AtLeastOne, Fraction, NonNegative, Positive
@@ -77,7 +78,7 @@ class DirectFedNAS(Method):
         loss = await client.fit(net)
         return Reply(client.take(net), task.arch, facts={"loss": loss})
 
-    async def search(self, net: Mixture, client: Client) -> float:
+    async def search(self, net: Mixture, client: Client) -> Measured:
         space, local, steps = darts(client.space), client.local, client.steps()
         every = list(net.parameters())
         weights_optimiser = local.optimiser(every, client.lr)

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..card import LOSS, Message
 from ..engine.client import Client
+from ..engine.jobs import Measured
 from ..errors import UserError
 from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..nets.modular import ROUTING, UNIT, Modular
@@ -106,7 +107,7 @@ class FedMN(Method):
         return client.build(Task(task.weights | kept | {TEMPERATURE: torch.full_like(first[TEMPERATURE], temperature)}))
 
 
-def _reply(net: nn.Module, client: Client, loss: float) -> Reply:
+def _reply(net: nn.Module, client: Client, loss: Measured) -> Reply:
     """What all clients share, and the modules that this one has open."""
     gates: list[list[float]] = net.routing.eval()().tolist()  # type: ignore[operator,union-attr]
 

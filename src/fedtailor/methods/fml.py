@@ -15,6 +15,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from ..engine.client import Client
+from ..engine.jobs import Measured
 from ..engine.steps import objective
 from ..kit.distil import divergence
 from ..kit.private import Tables, own_net, require_own
@@ -64,7 +65,7 @@ class FML(FedAvg):
     def _own(self, client: Client) -> nn.Module:
         return own_net(self.private, client.seat).build(client, client.memory.get("v"))
 
-    async def _learn(self, task: Task, client: Client) -> tuple[nn.Module, nn.Module, float]:
+    async def _learn(self, task: Task, client: Client) -> tuple[nn.Module, nn.Module, Measured]:
         """Lines 6-9: proxy and private network, after a round of learning from each other."""
         local, nets = client.local, (client.build(task), self._own(client))
         parameters = [list(net.parameters()) for net in nets]

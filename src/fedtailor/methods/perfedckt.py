@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..card import LOSS, Message
 from ..engine.client import Client
+from ..engine.jobs import Measured
 from ..errors import UserError
 from ..kit.clusters import means
 from ..kit.private import Tables, own_net, require_own
@@ -108,7 +109,7 @@ class PerFedCKT(Method):
     def _own(self, client: Client) -> nn.Module:
         return own_net(self.private, client.seat).build(client, client.memory.get("v"))
 
-    async def _learn(self, task: Task, client: Client) -> tuple[nn.Module, float]:
+    async def _learn(self, task: Task, client: Client) -> tuple[nn.Module, Measured]:
         net, local, target = self._own(client), client.local, task.extra.get("target")
         if target is None or not self.lamda:
             return net, await client.fit(net)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..card import LOSS, Message
 from ..engine.client import Client
+from ..engine.jobs import Measured
 from ..kit.graph import distances, fit_graph, learnt_graph, similarities, spread, strongest, walk
 from ..method import Card, Job, Method, Reply, Seat, Server, Task, pack, unpack
 from ..options import AtLeastOne, Fraction, NonNegative, Positive
@@ -108,7 +109,7 @@ class SFL(Method):
     async def personal(self, task: Task, client: Client) -> nn.Module:
         return (await self._train(task, client))[0] if self.deploy == "trained" else client.build(task)
 
-    async def _train(self, task: Task, client: Client) -> tuple[nn.Module, float]:
+    async def _train(self, task: Task, client: Client) -> tuple[nn.Module, Measured]:
         """Two pulls are one: lambda (w - u) + mu (w - g) = (lambda + mu) (w - (lambda u + mu g) / (lambda + mu))."""
         net, readout, both = client.build(task), unpack(task.extra, "global"), self.lamda + self.mu
         pull = None

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from ..engine.client import Client
+from ..engine.jobs import Measured
 from ..method import Job, Method
 from ..nets.darts import Mixture
 from ..options import NonNegative, Positive
@@ -46,7 +47,7 @@ class LocalSearch(Method):
         """eta_w at the start of a round of search, of which there are so many."""
         return client.local.lr if self.lr_end else client.local.lr_at(client.round, rounds)
 
-    async def search(self, net: Mixture, client: Client, lr: float, epochs: float | None = None) -> float:
+    async def search(self, net: Mixture, client: Client, lr: float, epochs: float | None = None) -> Measured:
         """Lines 10-14: MiLeNAS over batches of train and val. The optimisers are new in every round."""
         alpha, weights, end = net.searched().alpha, list(net.parameters()), min(lr, self.lr_end)
         rate = torch.tensor(lr, device=alpha[0].device) if end else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..engine.client import Client
+from ..engine.jobs import Measured
 from ..errors import UserError
 from ..method import Job, Reply, Server, Task
 from ..nets.darts import ALPHA, Mixture, mixture_of
@@ -56,7 +57,7 @@ def mixture(task: Task, client: Client) -> Mixture:
     return net
 
 
-def reply_of(net: Mixture, client: Client, loss: float) -> Reply:
+def reply_of(net: Mixture, client: Client, loss: Measured) -> Reply:
     found = client.take(net)
     return Reply(found, extra={name: found.pop(name) for name in ALPHA}, facts={"loss": loss})
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..engine.client import Client
+from ..engine.jobs import Measured
 from ..errors import UserError
 from ..method import Reply, Task
 from ..spaces.base import Arch, Space, Weights
@@ -68,7 +69,7 @@ async def score_paths(weights: Weights, client: Client, archs: Sequence[Arch]) -
 
 async def train_paths(
     weights: Weights, client: Client, draw: Callable[[int], Arch], draw_every: int, lr: float
-) -> tuple[Weights, list[Path], float]:
+) -> tuple[Weights, list[Path], Measured]:
     """Trains single paths one after another, each put back before the next is cut.
 
     Returns the tensors that were in some path, the paths, and the mean loss. `draw(i)` is the path from batch i on.

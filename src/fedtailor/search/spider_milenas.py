@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from ..engine.client import Client
+from ..engine.jobs import Measured
 from ..engine.steps import pull_
 from ..method import Task
 from ..nets.darts import ALPHA, Mixture, mixture_of
@@ -46,7 +47,7 @@ def discrete(v: Weights) -> Keep:
 
 async def train_relaxed(
     net: Mixture, client: Client, anchor: Weights, lamda: float, alpha_lr: float, alpha_val: float
-) -> float:
+) -> Measured:
     """A round of v and α on the client's train and val."""
     weights = [p for _, p in net.named_parameters()]
     anchors = [anchor[name] for name, _ in net.named_parameters()]

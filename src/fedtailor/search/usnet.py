@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 from ..data.batches import steps_for
 from ..engine.client import Client
+from ..engine.jobs import Measured
 from ..spaces.measure import tensors_of
 from ..spaces.usnet import sandwich, usnet_loss
 
 
-async def train_usnet(net: nn.Module, client: Client, widths: int) -> float:
+async def train_usnet(net: nn.Module, client: Client, widths: int) -> Measured:
     """Trains the largest, the smallest and some uniform networks between, all in every step; returns the mean loss."""
     optimiser = client.local.optimiser(list(net.parameters()), client.lr)
     rng, images = client.rng("sandwich"), client.size("train")

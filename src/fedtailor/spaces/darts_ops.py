@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..seeds import hash_bits, uniform
+from .abreast import abreast, norm_abreast
 from .base import Block
 from .layers import Counted, Dropout, Norm, norm_layer
 
@@ -44,6 +46,8 @@ FULL = (  # the order FedNAS and FedRLNAS number them in; `none` first
 _CHEAP = ("skip_connect", "max_pool_3x3", "avg_pool_3x3")
 _CONVS = ("sep_conv_3x3", "dil_conv_5x5", "sep_conv_5x5", "dil_conv_3x3")
 _S1 = tuple(tuple((_CHEAP[(e + kind) % 3], _CONVS[(e + 2 * kind) % 4]) for e in range(len(EDGES))) for kind in range(2))
+
+CHAINS = ("conv_3x3", "conv_5x5")  # how the names of operations end that are chains of convolutions
 
 Operations = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]
 
@@ -82,11 +86,23 @@ class Halve(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(x)
-        height, width = x.shape[-2:]
-        shifted = x[..., 1:, 1:]
-        if height % 2 or width % 2:
-            shifted = F.pad(shifted, (0, width % 2, 0, height % 2))
-        return self.norm(torch.cat((self.even(x), self.odd(shifted)), dim=1))
+        return self.norm(torch.cat((self.even(x), self.odd(_shifted(x))), dim=1))
+
+    @staticmethod
+    def abreast(layers: Sequence[Halve], x: Tensor) -> list[Tensor]:
+        """The outputs of several of them on one input, computed as one."""
+        x = F.relu(x)
+        even, odd = ([getattr(layer, name).weight for layer in layers] for name in ("even", "odd"))
+        halves = (F.conv2d(x, torch.cat(even), stride=2), F.conv2d(_shifted(x), torch.cat(odd), stride=2))
+        both = torch.cat([half.unflatten(1, (len(layers), -1)) for half in halves], dim=2).flatten(1, 2)
+        return list(norm_abreast([layer.norm for layer in layers], both).chunk(len(layers), 1))
+
+
+def _shifted(x: Tensor) -> Tensor:
+    """The image from its second row and column on; of an odd side with a row of zeros beyond the edge."""
+    height, width = x.shape[-2:]
+    x = x[..., 1:, 1:]
+    return F.pad(x, (0, width % 2, 0, height % 2)) if height % 2 or width % 2 else x
 
 
 class Noise(Counted):
@@ -241,10 +257,13 @@ class Edge(nn.ModuleDict):
         self.places = tuple(i for i in kept if names[i] != "none")
         super().__init__({names[i]: build(names[i]) for i in self.places})
 
-    def forward(self, x: Tensor, gates: Tensor | None, drop: DropPath | None) -> Tensor | None:
+    def forward(
+        self, x: Tensor, gates: Tensor | None, drop: DropPath | None, made: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """`made` holds outputs of operations that were computed together with other edges' ones."""
         total: Tensor | None = None
-        for place, op in zip(self.places, self.values(), strict=True):
-            y = op(x)
+        for place, (name, op) in zip(self.places, self.items(), strict=True):
+            y = made[name] if name in made else op(x)
             if drop is not None and not isinstance(op, nn.Identity):  # DARTS never drops an identity
                 y = drop(y)
             if gates is not None:
@@ -277,14 +296,35 @@ class Cell(nn.Module):
 
     def forward(self, before: Tensor, last: Tensor, gates: Tensor | None) -> Tensor:
         states = [self.pre0(before), self.pre1(last)]
+        made = self._leaving(0, states[0]) | self._leaving(1, states[1])
         for node in range(2, 2 + NODES):
             total: Tensor | None = None
+            if node > 2:
+                made |= self._leaving(node - 1, states[-1])
             for e in EDGES_INTO[node]:
-                y = self.edges[e](states[EDGES[e][0]], None if gates is None else gates[e], self.drop)
+                x = states[EDGES[e][0]]
+                y = self.edges[e](x, None if gates is None else gates[e], self.drop, made.get(e, {}))
                 if y is not None:
                     total = y if total is None else total + y
             states.append(self._zero(states[1]) if total is None else total)
         return torch.cat(states[2:], dim=1)
+
+    def _leaving(self, state: int, x: Tensor) -> dict[int, dict[str, Tensor]]:
+        """Outputs of the operations that leave a state, by edge and name, as far as several of them are alike."""
+        made: dict[int, dict[str, Tensor]] = {}
+        if torch.compiler.is_compiling():  # a network that goes out into the world has one layer for every layer
+            return made
+        leaving = [(e, cast(Edge, self.edges[e])) for e, (source, _) in enumerate(EDGES) if source == state]
+        for name in dict.fromkeys(name for _, edge in leaving for name in edge):
+            alike = {e: edge[name] for e, edge in leaving if name in edge}
+            outputs: list[Tensor] = []
+            if len(alike) > 1 and name.endswith(CHAINS):
+                outputs = abreast(cast(list[nn.Sequential], list(alike.values())), x)
+            elif len(alike) > 1 and all(isinstance(op, Halve) for op in alike.values()):
+                outputs = Halve.abreast(cast(list[Halve], list(alike.values())), x)
+            for e, y in zip(alike, outputs, strict=False):
+                made.setdefault(e, {})[name] = y
+        return made
 
     def _zero(self, like: Tensor) -> Tensor:
         n, c, height, width = like.shape
