@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.engine.loop import Event, Federation, State
+from fedtailor.errors import UserError
 from fedtailor.runs.execute import make_engine, prepare
 from fedtailor.values import tensors_in
 from test_sweep import CASES, config_of
@@ -208,3 +209,30 @@ def test_training_memory_is_foreseen_within_15_percent(name: str) -> None:
     base -= weights  # momenta were there already
     peak = torch.cuda.max_memory_allocated() - base
     assert abs(space.cost(space.largest).training_memory(64) / peak - 1) < 0.15
+
+
+def test_memories_that_find_no_room_on_the_card_wait_in_host_memory() -> None:
+    def three_rounds(room: int) -> State:
+        setup = prepare(config_of("ditto", "", rounds=3, clients=6, participants=3, local__epochs=0.3, local__lr=0.01))
+        federation, _ = setup.federation(torch.device("cuda"), 1)
+        federation.engine.shelf.room = room  # type: ignore[attr-defined]
+        state = federation.begin()
+        for _ in federation.rounds(state, lambda event: None):
+            pass
+        return state
+
+    here, away = three_rounds(1 << 40), three_rounds(0)
+    assert all(t.is_cuda for _, t in tensors_in(here.memories))
+    assert all(t.is_pinned() for _, t in tensors_in(away.memories))
+    assert len(away.memories) > 3  # some were fetched again
+    for (path, expected), (_, found) in zip(tensors_in(here.memories), tensors_in(away.memories), strict=True):
+        assert torch.allclose(expected.cpu(), found, rtol=1e-3, atol=1e-5), path
+
+
+def test_a_loss_that_is_not_a_number_stops_the_round_and_names_the_client() -> None:
+    setup = prepare(config_of("fedavg", "", rounds=1, local__lr=1e30))
+    federation, _ = setup.federation(torch.device("cuda"), 1)
+    state = federation.begin()
+    with pytest.raises(UserError, match=r"client client-.*not a number"):
+        next(federation.rounds(state, lambda event: None))
+    assert state.round == 0

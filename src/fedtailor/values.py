@@ -11,7 +11,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,18 @@ def bytes_of(value: Value) -> int:
 
 
 def on_device(value: Value, device: torch.device) -> Value:
-    """The value with its tensors on a device."""
+    """The value with its tensors on a device; out of pinned memory without waiting for them."""
+    return mapped(value, lambda tensor: tensor.to(device, non_blocking=tensor.is_cpu and tensor.is_pinned()))
+
+
+def mapped(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
+    """The value with each tensor changed."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, dict):
-        return {k: on_device(v, device) for k, v in value.items()}
+        return {k: mapped(v, change) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(on_device(v, device) for v in value)
+        return type(value)(mapped(v, change) for v in value)
     return value
 
 

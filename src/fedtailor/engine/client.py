@@ -49,13 +49,24 @@ class Client:
         self.id, self.name, self.samples = seat.id, seat.name, seat.samples
         self.seat, self.space, self.local = seat, job.space, job.local
         self.round, self.rounds, self.seed, self.keeping = round, job.rounds, job.seed, keeping
-        self.memory = dict(memory)  # changes count only when the round is finished
+        self._kept, self._memory = memory, None  # as it lies; and as the client changes it, once it was looked at
         self.flops = 0  # spent so far
         self._splits = {"train": train, "val": val} | ({} if public is None else {"public": public})
         self._engine = engine
         self._jobs = 0  # numbers this client's jobs, so that each draws its own batches
         self._stream: Stream | None = None  # of the latest fit
         self.log_prior = self._log_prior(train) if job.local.prior else None
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What the client keeps from round to round. Changes count only when the round is finished."""
+        if self._memory is None:
+            self._memory = dict(self._engine.fetch(self.id, self._kept))
+        return self._memory
+
+    @memory.setter
+    def memory(self, changed: dict[str, Any]) -> None:
+        self._memory = changed
 
     # networks ---------------------------------------------------------------------------------------------------
 

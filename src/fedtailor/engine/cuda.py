@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost, parameters_of, remember_tensors
 from .jobs import Fit, Job, Loop, Score
-from .local import Cannot, LocalEngine
+from .local import Cannot, LocalEngine, Memory
 from .replay import FitSlot, Forward, LoopReplay, Replay, Step, no_garbage, on
+from .shelf import Shelf
 from .stack import StackSlot, stacking_pays
 from .steps import fit_step
 
@@ -36,6 +37,7 @@ WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for
 CROWD = 128  # the most clients whose work is under way at once
 FEWEST = 4  # clients that are worth a stack
 MOST_STACKS = 8  # kept
+MEMORIES = 0.25  # of the card's memory that what clients keep may take
 SHARE = 0.4  # of the card's memory that must be free to get ready for the next round
 Waiting = tuple[int, str, Job]  # a coroutine's number, its label and the job it awaits
 
@@ -64,6 +66,7 @@ class CudaEngine(LocalEngine):
         self._stacks: OrderedDict[Step, StackSlot | None] = OrderedDict()  # None: not worth it
         self._forwards: WeakKeyDictionary[nn.Module, dict[int, Forward | None]] = WeakKeyDictionary()
         self._foresee: Callable[[], Sequence[Arch]] | None = None
+        self.shelf = Shelf(device, int(MEMORIES * self._memory))
         self._losses: list[tuple[str, Tensor]] = []  # by label, that nobody has looked at
         self._say, self._told = say, set[str]()
         _wake_libraries(device)
@@ -121,6 +124,17 @@ class CudaEngine(LocalEngine):
             torch.cuda.synchronize(self.device)  # a graph must not go while it runs
         while sum(map(len, self._slots.values())) > self.most_slots:
             self._slots.popitem(last=False)
+
+    # memories ---------------------------------------------------------------------------------------------------
+
+    def fetch(self, client: int, memory: Memory) -> Memory:
+        return self.shelf.get(client, memory)
+
+    def expect(self, memories: Mapping[int, Memory]) -> None:
+        self.shelf.expect(memories)
+
+    def stow(self, memories: dict[int, Memory]) -> dict[int, Memory]:
+        return self.shelf.put(memories)
 
     # driving clients --------------------------------------------------------------------------------------------
 

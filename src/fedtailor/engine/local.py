@@ -11,7 +11,7 @@ import copy
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -25,11 +25,13 @@ from ..seeds import torch_seed
 from ..spaces.base import Arch, Space, Weights
 from ..spaces.layers import Dropout, seed_dropout
 from ..spaces.measure import Cost
+from ..values import on_device
 from .client import SCORE_BATCH
 from .jobs import Fit, Job, Loop, Predict, Recalibrate, Score
 from .steps import fit_step
 
 T = TypeVar("T")
+Memory = dict[str, Any]  # what a client keeps
 SPARE = 64  # the most networks kept for the next client
 
 
@@ -120,6 +122,17 @@ class LocalEngine:
             for _, coroutine in work:
                 coroutine.close()
             raise
+
+    def fetch(self, client: int, memory: Memory) -> Memory:
+        """A client's memory on this engine's device."""
+        return memory if self.device.type == "cpu" else on_device(memory, self.device)
+
+    def expect(self, memories: Mapping[int, Memory]) -> None:
+        """Told which memories the next round will fetch; an engine may begin."""
+
+    def stow(self, memories: dict[int, Memory]) -> dict[int, Memory]:
+        """Memories after their clients' work, each where it will lie until the client is back."""
+        return memories
 
     def settle(self) -> None:
         """Waits for all that was computed; raises where a loss is not a number. Here everything is done at once."""

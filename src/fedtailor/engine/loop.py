@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,7 @@ from ..seeds import rng_of
 from ..spaces.base import Arch
 from ..values import bytes_of, on_device
 from .client import Client
-from .local import LocalEngine
-
-Memory = dict[str, Any]
+from .local import LocalEngine, Memory
 
 
 @dataclass
@@ -186,6 +183,8 @@ class Federation(Rounds):
 
     def round(self, state: State, report: Callable[[Event], None]) -> None:
         self._ahead = partial(self.foresee, state.server)
+        others = set(self.present(state.round + 2)).difference(self.present(state.round + 1))
+        self.engine.expect({i: state.memories[i] for i in others if i in state.memories})
         super().round(state, report)
 
     def foresee(self, server: Server) -> list[Arch]:
@@ -230,3 +229,15 @@ class Federation(Rounds):
         merged = super().merge(method, server, replies)
         self.engine.settle()  # not earlier: merging needs no number that is still being computed
         return merged
+
+    def exchange(
+        self,
+        method: Method,
+        server: Server,
+        memories: dict[int, Memory],
+        number: int,
+        present: Sequence[int],
+        events: list[Event],
+    ) -> tuple[Server, dict[int, Memory]]:
+        merged, changed = super().exchange(method, server, memories, number, present, events)
+        return merged, self.engine.stow(changed)

@@ -40,13 +40,16 @@ def save(folder: Path, state: State, events_bytes: int) -> None:
     _tidy(folder)
 
 
+CPU = torch.device("cpu")  # where memories wait; a client fetches its own when it needs it
+
+
 def load(folder: Path, job: Job, device: torch.device, say: Callable[[str], None]) -> tuple[State, int] | None:
     """The newest whole checkpoint as (state, bytes of the event log at that time), or None where there is none."""
     for path in sorted(folder.glob("*.json"), reverse=True):
         try:
             manifest = _read_manifest(path)
             values = _read(folder, manifest["server"], device)
-            memories = {int(c): _read(folder, entry, device) for c, entry in manifest["memories"].items()}
+            memories = {int(c): _read(folder, entry, CPU) for c, entry in manifest["memories"].items()}
         except UserError as error:
             say(f"checkpoint {path.stem} is damaged ({error}) The one before it is used.")
             continue

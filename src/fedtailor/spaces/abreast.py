@@ -8,6 +8,7 @@ one norm, every layer runs once for all of them. The numbers are those of the ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,21 @@ def abreast(chains: Sequence[Chain], x: Tensor) -> list[Tensor]:
         if isinstance(first, nn.ReLU):
             x = F.relu(x, inplace=True)  # of the copy, or of a norm's output, which nobody else reads
         elif isinstance(first, nn.Conv2d):
-            weight = torch.cat([layer.weight for layer in layers])
-            x = F.conv2d(x, weight, None, first.stride, first.padding, first.dilation, first.groups * len(layers))
+            x = _convolve(layers, first, x)
         else:
             x = norm_abreast(layers, x)
     return list(x.chunk(len(chains), 1))
+
+
+def _convolve(layers: Sequence[nn.Module], first: nn.Conv2d, x: Tensor) -> Tensor:
+    """Equal convolutions, each on its share of the channels."""
+    weights = [cast(nn.Conv2d, layer).weight for layer in layers]
+    if x.is_cuda and first.kernel_size == (1, 1) and first.stride == (1, 1):
+        # a product of matrices: the grouped kernels of CUDA's library transpose all they read and write
+        shares = x.unflatten(1, (len(layers), -1)).flatten(3)
+        return (torch.stack(weights).flatten(2) @ shares).flatten(1, 2).unflatten(2, x.shape[2:])
+    groups = first.groups * len(layers)
+    return F.conv2d(x, torch.cat(weights), None, first.stride, first.padding, first.dilation, groups)
 
 
 def norm_abreast(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
