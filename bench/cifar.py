@@ -175,12 +175,13 @@ def rate(args: argparse.Namespace, row: str) -> float | None:
     """The learning rate: of the command line, of tuning here, of committed tuning; None: the preset's."""
     if args.lr:
         return args.lr
-    own = [t for t in tunings(args.work) if (t["federation"], t["row"]) == (args.federation, row)]
-    if own and len(own) == len(FEDERATIONS[args.federation].rows[row].rates):
-        return best(own)
-    path = RESULTS / "tuned.toml"
-    committed = tomllib.loads(path.read_text()) if path.exists() else {}
-    return committed.get(args.federation, {}).get(row)
+    return chosen(args.federation, row, tunings(args.work))
+
+
+def chosen(federation: str, row: str, tried: Sequence[Mapping[str, Any]]) -> float | None:
+    """The best learning rate of a row, once all were tried."""
+    own = {t["lr"]: t for t in tried if (t["federation"], t["row"]) == (federation, row)}
+    return best(list(own.values())) if own.keys() == set(FEDERATIONS[federation].rows[row].rates) else None
 
 
 def best(tried: Sequence[Mapping[str, Any]]) -> float:
@@ -292,7 +293,7 @@ def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
         config = configure(args, row, lr, max(2, whole // 10), seed=100)
         name = f"tune-{args.federation}-{row}-lr{lr:g}-r{config.rounds}-{config.precision}"
         folder = args.work / name
-        if (folder / "tune.json").exists():
+        if any((t["federation"], t["row"], t["lr"]) == (args.federation, row, lr) for t in tunings(args.work)):
             continue
         if clock.left() < 20:
             raise Late
@@ -308,7 +309,11 @@ def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
 
 
 def tunings(work: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(work.glob("tune-*/tune.json"))]
+    """The tuning runs that are collected, and those made here."""
+    path = RESULTS / "tuning.jsonl"
+    committed = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    here = [json.loads(path.read_text()) for path in sorted(work.glob("tune-*/tune.json"))]
+    return committed + [t for t in here if t not in committed]
 
 
 # travelling ----------------------------------------------------------------------------------------------------------
@@ -356,16 +361,15 @@ def collect(folders: Sequence[Path]) -> None:
             tried.append(line)
     tried.sort(key=lambda t: (t["federation"], t["row"], t["lr"], t["rounds"]))
     tried_file.write_text("".join(json.dumps(t, sort_keys=True) + "\n" for t in tried))
-    chosen: dict[str, dict[str, float]] = {}
+    rates: dict[str, dict[str, float]] = {}
     for federation, spec in FEDERATIONS.items():
         for row in spec.rows:
-            own = [t for t in tried if (t["federation"], t["row"]) == (federation, row)]
-            if own:
-                chosen.setdefault(federation, {})[row] = best(own)
+            if (lr := chosen(federation, row, tried)) is not None:
+                rates.setdefault(federation, {})[row] = lr
     text = (
         "# Learning rates by row, chosen on val among the runs in tuning.jsonl. Written by bench/cifar.py --collect.\n"
     )
-    (RESULTS / "tuned.toml").write_text(text + tomli_w.dumps(chosen))
+    (RESULTS / "tuned.toml").write_text(text + tomli_w.dumps(rates))
 
 
 def main() -> None:

@@ -128,6 +128,9 @@ def chapter(
             continue
         found = shown(row, own)
         out += ["| " + " | ".join(cells(x, spec, federation, first=x is found[0])) + " |" for x in found]
+        there = {x.ending for x in found}
+        left = [e for e in dict.fromkeys(e.split("@")[0] for e in spec.endings) if e not in there]
+        out += [f"| … {ending} | not run yet |" + " |" * (len(HEADS) - 2) for ending in left]
         best = max(found, key=lambda x: float(np.mean(x.accuracies("val"))))
         clients[best.name] = best.accuracies()[0]
         if own[0]["rounds"] >= 20:  # local training has few, of all clients: another axis
