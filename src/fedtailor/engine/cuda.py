@@ -98,9 +98,7 @@ class CudaEngine(LocalEngine):
         return net
 
     def _make(self, space: Space, arch: Arch) -> nn.Module:
-        """Builds without drawing first weights, which are overwritten anyway."""
-        with undrawn():
-            net = super()._make(space, arch)
+        net = super()._make(space, arch)
         for module in net.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.affine:
                 give_scale(module)
@@ -416,20 +414,6 @@ def equals(batch: Sequence[Waiting]) -> list[list[Waiting]]:
             kind = (job.lr, job.pull, job.shift is None, bool(job.anchor), bool(job.push), id(stream.split.images))
             groups.setdefault((*same, *kind), []).append(waiting)
     return [group for group in groups.values() if len(group) >= FEWEST]
-
-
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """Networks built inside leave their weights as the memory was."""
-    names = [n for n in dir(nn.init) if n.endswith("_") and not n.startswith("_")]
-    kept = {n: getattr(nn.init, n) for n in names}
-    try:
-        for name in names:
-            setattr(nn.init, name, lambda tensor, *_, **__: tensor)
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(nn.init, name, function)
 
 
 def give_scale(norm: nn.modules.batchnorm._BatchNorm) -> None:

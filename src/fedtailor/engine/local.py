@@ -7,7 +7,6 @@ number of workers, bit for bit on a CPU.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import threading
 from collections import OrderedDict
@@ -21,10 +20,9 @@ from torch import Tensor, nn
 
 from ..data.batches import Stream
 from ..errors import UserError
-from ..seeds import torch_seed
 from ..spaces.base import Arch, Space, Weights
 from ..spaces.layers import Dropout, seed_dropout
-from ..spaces.measure import Cost
+from ..spaces.measure import Cost, remember_tensors
 from ..values import on_device
 from .client import SCORE_BATCH
 from .jobs import Fit, Job, Loop, Predict, Recalibrate, Score
@@ -57,7 +55,6 @@ class LocalEngine:
         self._lock = threading.Lock()
         self._thread = threading.local()  # `given`: the networks lent to the work that the thread is driving
         self._spare: OrderedDict[tuple[Space, Arch], list[nn.Module]] = OrderedDict()
-        self._template = lru_cache(maxsize=64)(self._make)
         self._initial = lru_cache(maxsize=8)(self._make_initial)
 
     def plan(self, largest: Cost, batch: int, clients: int) -> None:
@@ -68,13 +65,13 @@ class LocalEngine:
         key = (space, arch)
         with self._lock:
             spare = self._spare.get(key)
-            net = spare.pop() if spare else copy.deepcopy(self._template(space, arch))
+            net = spare.pop() if spare else self._make(space, arch)
         if (given := getattr(self._thread, "given", None)) is not None:
             given.append((key, net))
         return net
 
     def _take_back(self, given: Sequence[tuple[tuple[Space, Arch], nn.Module]]) -> None:
-        """Networks that a client's work is through with, for others to use: copying one costs as much as some steps."""
+        """Networks that a client's work is through with, for others: building one costs as much as some steps."""
         for _, net in given:
             net.zero_grad(set_to_none=True)
         with self._lock:
@@ -85,11 +82,14 @@ class LocalEngine:
                 self._spare.popitem(last=False)
 
     def _make(self, space: Space, arch: Arch) -> nn.Module:
-        with torch_seed("template"):  # its random weights are never used, but drawing them moves the generator
+        """Builds without drawing first weights, which are overwritten anyway."""
+        with undrawn():
             net = space.build(arch)
         ready(net)
         net.space, net.arch = space, arch  # type: ignore[assignment]
-        return net.to(self.device)
+        net.to(self.device)
+        remember_tensors(net)
+        return net
 
     def initial(self, space: Space, seed: int) -> Weights:
         """The weights every run of this seed starts from."""
@@ -257,6 +257,20 @@ def recalibrate(net: nn.Module, draw: Callable[[int], tuple[Tensor, Tensor]], ba
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
     net.train(training)
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Networks built inside leave their weights as the memory was."""
+    names = [n for n in dir(nn.init) if n.endswith("_") and not n.startswith("_")]
+    kept = {n: getattr(nn.init, n) for n in names}
+    try:
+        for name in names:
+            setattr(nn.init, name, lambda tensor, *_, **__: tensor)
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(nn.init, name, function)
 
 
 def ready(net: nn.Module) -> nn.Module:

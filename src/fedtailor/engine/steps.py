@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..spaces.measure import parameters_of
 from .jobs import Fit
 
 
@@ -19,7 +20,7 @@ def objective(logits: Tensor, y: Tensor, smoothing: float, shift: Tensor | None)
 def fit_step(job: Fit) -> Callable[[Tensor, Tensor], Tensor]:
     """The step of a fit: loss, gradient, pull towards the anchor, push, clipping, optimiser."""
     net, local = job.net, job.local
-    named = dict(net.named_parameters())
+    named = parameters_of(net)
     chosen = set(job.train)
     for name, parameter in named.items():
         parameter.requires_grad_(name in chosen)

@@ -85,12 +85,12 @@ class Perturbed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         momenta = [norm.momentum for norm in self.norms]
         for norm in self.norms:
-            norm.training, norm.momentum = len(x) > 1, 0.0
+            vars(norm).update(training=len(x) > 1, momentum=0.0)  # a module's own setattr costs more than its norm
         try:
             return self.net(x, self.gates)
         finally:
             for norm, momentum in zip(self.norms, momenta, strict=True):
-                norm.training, norm.momentum = False, momentum
+                vars(norm).update(training=False, momentum=momentum)
 
 
 async def accuracy(client: Client, net: nn.Module, keep: Keep) -> float:
