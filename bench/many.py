@@ -3,8 +3,8 @@
     python bench/many.py --data-dir DIR [--clients 10000] [--rounds 300] [--method ditto]
 
 CIFAR-10, six images a client, one hundred clients a round, a small convolutional network. Ditto's clients keep their
-personal weights from round to round, so what the federation holds grows with the clients that were called; FedAvg's keep
-nothing. One line of JSON every --every rounds, and one for the evaluation of everybody at the end.
+personal weights from round to round, so what the federation holds grows with the clients that were called; FedAvg's
+keep nothing. One line of JSON every --every rounds, and one for the evaluation of everybody at the end.
 """
 
 from __future__ import annotations

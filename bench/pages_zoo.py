@@ -15,6 +15,7 @@ from fedtailor.config import load
 from fedtailor.runs.results import spread
 
 BASELINE = "fedavg-ft"
+SURE = 1.0  # points; a smaller difference may be chance
 STRONG = ("fedavg", "fedavg-ft", "fedavg + prior", "fedavg-ft + prior", "local")
 
 
@@ -45,7 +46,7 @@ def page() -> str:
     lines = [line(name, row, runs.values()) for name, row in rows().items()]
     whole = sorted((x for x in lines if x.whole), key=lambda x: (-x.personal, x.name))
     missing = sorted((x for x in lines if not x.whole), key=lambda x: x.name)
-    parts = [HEAD.format(**settings(lines)), table(whole, missing), after(whole)]
+    parts = [HEAD.format(**settings(lines)), table(whole, missing), after(whole, missing)]
     return "\n".join(parts)
 
 
@@ -123,7 +124,9 @@ def state(x: Line) -> str:
     if len(x.tuning) == len(RATES) and all("error" in r for r in x.tuning):
         errors = [r["error"] for r in x.tuning]
     if errors:
-        return f"failed: {errors[0].split('.')[0]}"
+        ended = [f"{100 * spread(r['test']).mean:.1f}" for r in x.finals if "test" in r]
+        others = f" (the others: {', '.join(ended)})" if ended else ""
+        return f"failed with {len(x.finals) - len(ended)} of {len(SEEDS)} seeds{others}: {errors[0].split('.')[0]}"
     done = len(x.tuning) + len(x.finals)
     return f"not run yet ({done} of {len(RATES) + len(SEEDS)} runs are there)" if done else "not run yet"
 
@@ -161,7 +164,7 @@ def plus_minus(values: np.ndarray) -> str:
     return f"{values.mean():.1f} ± {values.std(ddof=1):.1f}"
 
 
-def after(whole: Sequence[Line]) -> str:
+def after(whole: Sequence[Line], missing: Sequence[Line]) -> str:
     out = [AFTER]
     runs = [r for x in whole for r in x.finals]
     machines = sorted({f"torch {r['torch']}, Python {r['python']}, {r['cores']} cores" for r in runs})
@@ -176,7 +179,10 @@ def after(whole: Sequence[Line]) -> str:
     reasons = read_reasons()
     for x in below:
         gap = base.personal - x.personal
-        out.append(f"- **{x.name}** (−{gap:.1f}): {reasons.get(x.name, 'the reason is not known yet.')}")
+        unknown = "less than 600 test images can tell." if gap < SURE else "the reason is not known yet."
+        out.append(f"- **{x.name}** (−{gap:.1f}): {reasons.get(x.name, unknown)}")
+    failed = [x for x in missing if any("error" in r for r in x.finals)]
+    out += [f"- **{x.name}** (failed): {reasons.get(x.name, 'the reason is not known yet.')}" for x in failed]
     return "\n".join([*out, ""])
 
 
