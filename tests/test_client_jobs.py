@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,19 @@ def test_tensors_read_from_a_file_lie_aligned(tmp_path: Path) -> None:
     for tensor in (found["a"], found["b"], found["c"]["d"]):
         assert tensor.data_ptr() % 64 == 0  # matrix products round by the address of their operands
     assert torch.equal(found["b"], value["b"])
+
+
+def test_a_network_built_without_weights_leaves_other_threads_theirs() -> None:
+    drawn: list[Tensor] = []
+
+    def draw() -> None:
+        drawn.append(nn.init.ones_(torch.empty(3)))
+
+    with engine.undrawn():
+        mine = nn.init.ones_(torch.full((3,), 7.0))
+        other = threading.Thread(target=draw)
+        other.start()
+        other.join()
+    assert mine.tolist() == [7.0] * 3
+    assert drawn[0].tolist() == [1.0] * 3
+    assert nn.init.ones_(torch.full((3,), 7.0)).tolist() == [1.0] * 3

@@ -31,6 +31,7 @@ from .steps import fit_step
 T = TypeVar("T")
 Memory = dict[str, Any]  # what a client keeps
 SPARE = 64  # the most networks kept for the next client
+_BUILDING = threading.Lock()
 
 
 class Stopped(Exception):
@@ -261,16 +262,25 @@ def recalibrate(net: nn.Module, draw: Callable[[int], tuple[Tensor, Tensor]], ba
 
 @contextlib.contextmanager
 def undrawn() -> Iterator[None]:
-    """Networks built inside leave their weights as the memory was."""
+    """Networks that this thread builds inside leave their weights as the memory was; other threads draw theirs."""
     names = [n for n in dir(nn.init) if n.endswith("_") and not n.startswith("_")]
-    kept = {n: getattr(nn.init, n) for n in names}
-    try:
-        for name in names:
-            setattr(nn.init, name, lambda tensor, *_, **__: tensor)
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(nn.init, name, function)
+    builder = threading.get_ident()
+
+    def spared(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return tensor if threading.get_ident() == builder else draw(tensor, *args, **kwargs)
+
+        return fill
+
+    with _BUILDING:  # who restores torch's functions must have replaced them
+        kept = {n: getattr(nn.init, n) for n in names}
+        try:
+            for name, draw in kept.items():
+                setattr(nn.init, name, spared(draw))
+            yield
+        finally:
+            for name, draw in kept.items():
+                setattr(nn.init, name, draw)
 
 
 def ready(net: nn.Module) -> nn.Module:
