@@ -44,6 +44,7 @@ from fedtailor.runs.execute import LocalDriver, Report, Setup, Watcher, choose_d
 from fedtailor.runs.results import Results
 
 RESULTS = Path(__file__).parent / "results" / "cifar"
+TUNING_SEED = 100
 PART, LARGEST = 14_000_000, 4  # bytes of a part, and how many parts may travel
 
 
@@ -143,10 +144,10 @@ class Progress(Watcher):
 # one row -------------------------------------------------------------------------------------------------------------
 
 
-def configure(args: argparse.Namespace, row: str, lr: float | None, rounds: int = 0, seed: int | None = None) -> Config:
+def configure(args: argparse.Namespace, row: str, lr: float | None, rounds: int = 0, tuning: bool = False) -> Config:
     """The row's configuration: preset, row, command line; all seeds share the partition of the preset's seed."""
     federation, spec = FEDERATIONS[args.federation], FEDERATIONS[args.federation].rows[row]
-    preset, changes = spec.preset or federation.preset, dict(spec.changes)
+    preset, changes = spec.preset or federation.preset, {**spec.changes, **(spec.tuning if tuning else {})}
     changes |= {"data.dir": args.data_dir} if args.data_dir else {}
     if lr is not None:
         changes["local.lr"] = lr
@@ -160,7 +161,7 @@ def configure(args: argparse.Namespace, row: str, lr: float | None, rounds: int 
             sys.exit(f"{args.federation}, {row}: the partition is {made.hash}, not {expected}")
         file.parent.mkdir(parents=True, exist_ok=True)
         made.save(file)
-    tops = {"seed": args.seed if seed is None else seed, "rounds": rounds, "precision": args.precision}
+    tops = {"seed": TUNING_SEED if tuning else args.seed, "rounds": rounds, "precision": args.precision}
     tops |= {"evaluate_every": max(1, rounds // 10), "checkpoint_every": max(1, rounds // 10)}
     return load(tomllib.loads(config.to_toml()), {**tops, "partition.file": str(file)})
 
@@ -290,7 +291,7 @@ def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
     whole = configure(args, row, None).rounds
     first = next(iter(spec.endings.items()))
     for lr in spec.rates:
-        config = configure(args, row, lr, max(2, whole // 10), seed=100)
+        config = configure(args, row, lr, max(2, whole // 10), tuning=True)
         name = f"tune-{args.federation}-{row}-lr{lr:g}-r{config.rounds}-{config.precision}"
         folder = args.work / name
         if any((t["federation"], t["row"], t["lr"]) == (args.federation, row, lr) for t in tunings(args.work)):

@@ -38,6 +38,7 @@ class Row:
     preset: str = ""  # instead of the federation's
     partition: str = ""  # the hash it must have, where it is not the federation's
     deal: Callable[[Dataset, int], Partition] | None = None  # of the images, where no rule of the package does it
+    tuning: Changes = field(default_factory=dict)  # while learning rates are tried
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ def prior_endings(epochs: float, **as_is: Any) -> dict[str, Ending]:
     }
 
 
-def own_endings(epochs: float) -> dict[str, Ending]:
+def own_endings(epochs: float, rates: tuple[float, ...] = (0.001, 0.003)) -> dict[str, Ending]:
     """For methods whose clients have networks of their own."""
-    return {"as it is": Ending(), **{f"fine-tuned@{lr}": tuned(epochs, lr) for lr in (0.001, 0.003)}}
+    return {"as it is": Ending(), **{f"fine-tuned@{lr}": tuned(epochs, lr) for lr in rates}}
 
 
 HALF_WAY = {"half-way, prior": Ending({**HALF, "local.prior": True, "local.prior_tau": 0.5})}
@@ -154,6 +155,7 @@ DEVICES = {
 
 SILO_RATES = (0.01, 0.03, 0.06, 0.1)
 SHORT = "the paper has 1000 rounds"
+APART = {"method.merge_val": False}  # SPIDER trains on val in the end: it is kept apart while val has to judge
 SILOS = {
     "fedavg": Row(
         {"method.name": "fedavg"},
@@ -174,17 +176,19 @@ SILOS = {
     ),
     "spider": Row(
         {"method.name": "spider", "method.lamda": 0.01},
-        own_endings(5.0),
+        own_endings(5.0, (0.001,)),
         (0.01, 0.02, 0.03, 0.06),
         {"as it is": "94.55"},
         hours="15 (CIFAR-100)",
         note=f"{SHORT}; phases scaled to the run",
+        tuning=APART,
     ),
     "spider-local": Row(
         {"method.name": "spider", "method.lamda": 0.0},
-        own_endings(5.0),
+        own_endings(5.0, (0.001,)),
         (0.01, 0.02, 0.03, 0.06),
         note=f"lambda = 0; {SHORT}; phases scaled to the run",
+        tuning=APART,
     ),
 }
 

@@ -84,9 +84,10 @@ python bench/zoo.py --out runs/zoo && python bench/zoo.py --collect runs/zoo && 
 """
 
 AFTER = """
-kB: sent and received by a client in a round. Seconds: of one run, on one core. Global: the server's own model on the
-same test images, where there is one. A try of tuning fails where the loss is no number any more, or where the method
-refuses the rate. `+ prior`: the clients' label frequencies in the loss and in the kept network."""
+kB: sent and received by a client in a round. Seconds: of the shortest run, on one core that others wanted too. Global:
+the server's own model on the same test images, where there is one. A try of tuning fails where the loss is no number any
+more, or where the method refuses the rate. `+ prior`: the clients' label frequencies in the loss and in the kept
+network. SPIDER and global-perturbation do not train on val in the end, as they do in the paper: val has to judge them."""
 
 
 def settings(lines: Sequence[Line]) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def state(x: Line) -> str:
     if len(x.tuning) == len(RATES) and all("error" in r for r in x.tuning):
         errors = [r["error"] for r in x.tuning]
     if errors:
-        ended = [f"{100 * spread(r['test']).mean:.1f}" for r in x.finals if "test" in r]
+        ended = [f"{100 * np.mean(r['test']):.1f}" for r in x.finals if "test" in r]
         others = f" (the others: {', '.join(ended)})" if ended else ""
         return f"failed with {len(x.finals) - len(ended)} of {len(SEEDS)} seeds{others}: {errors[0].split('.')[0]}"
     done = len(x.tuning) + len(x.finals)

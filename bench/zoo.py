@@ -44,6 +44,7 @@ RATES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5)  # of a row without an o
 FEW_RATES = (0.01, 0.04, 0.15, 0.5)
 BUDGETS = {"fleet.name": "capacity-high"}  # half of the clients afford any network, the others two thirds or a third
 DARTS = {"space.name": "darts"}
+APART = {"method.merge_val": False}  # who trains on val in the end cannot be judged by it
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ BY_METHOD: dict[str, Row] = {
     "fedtp": Row(option="method.lr", values=(0.01, 0.1)),
     "feduniform": Row(BUDGETS, "method.final_epochs", (0.0, 10.0)),
     "fml": Row(option="method.alpha", values=(0.5, 0.8)),
-    "global-perturbation": Row(DARTS),
+    "global-perturbation": Row({**DARTS, **APART}),
     "heterofl": Row(BUDGETS, "method.final_epochs", (0.0, 10.0)),
     "knn-per": Row(option="method.neighbours", values=(5, 10)),
     "l2gd": Row(option="method.lamda", values=(0.02, 0.2)),
@@ -96,7 +97,7 @@ BY_METHOD: dict[str, Row] = {
     "pfedme": Row(option="method.lamda", values=(1.0, 15.0)),
     "random-arch": Row(BUDGETS, "method.deploy", ("trained", "as-is")),
     "sfl": Row(option="method.lamda", values=(0.03, 0.3)),
-    "spider": Row(DARTS, "method.lamda", (0.01, 0.2)),
+    "spider": Row({**DARTS, **APART}, "method.lamda", (0.01, 0.2)),
 }
 PRIOR = {"local.prior": True}
 VARIANTS: dict[str, Row] = {  # rows that are no method of their own, but a method with something
