@@ -85,9 +85,10 @@ python bench/zoo.py --out runs/zoo && python bench/zoo.py --collect runs/zoo && 
 
 AFTER = """
 kB: sent and received by a client in a round. Seconds: of the shortest run, on one core that others wanted too. Global:
-the server's own model on the same test images, where there is one. A try of tuning fails where the loss is no number any
-more, or where the method refuses the rate. `+ prior`: the clients' label frequencies in the loss and in the kept
-network. SPIDER and global-perturbation do not train on val in the end, as they do in the paper: val has to judge them."""
+the server's own model on the same test images, where there is one. A try of tuning fails where the loss is no number
+any more, or where the method refuses the rate. `+ prior`: the clients' label frequencies in the loss and in the kept
+network. SPIDER and global-perturbation do not train on val in the end, as the paper has it: val has to judge them.
+"""
 
 
 def settings(lines: Sequence[Line]) -> dict[str, Any]:
