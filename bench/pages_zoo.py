@@ -146,6 +146,7 @@ def cells(x: Line) -> list[str]:
     if x.row.option:
         value = chosen[x.row.option]
         short = x.row.option.removeprefix("method.").removeprefix("local.")
+        short = x.row.option if short == "lr" else short
         values.append(f"{short} {value if isinstance(value, str) else format(value, 'g')}")
     diverged = sum("error" in r for r in x.tuning)
     values += [f"{diverged} tries failed"] if diverged else []
