@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
-from ..spaces.measure import Cost, parameters_of, remember_tensors
+from ..spaces.measure import Cost, parameters_of
 from .jobs import Fit, Job, Loop, Score
 from .local import Cannot, LocalEngine, Memory
 from .replay import FitSlot, Forward, LoopReplay, Replay, Step, no_garbage, on
@@ -102,7 +102,6 @@ class CudaEngine(LocalEngine):
         for module in net.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.affine:
                 give_scale(module)
-        remember_tensors(net)
         return net
 
     def _recycle(self) -> None:

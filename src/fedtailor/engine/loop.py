@@ -103,6 +103,10 @@ class Rounds(ABC):
     def merge(self, method: Method, server: Server, replies: Sequence[Reply]) -> Server:
         return method.merge(server, replies)
 
+    def keep(self, memories: dict[int, Memory]) -> dict[int, Memory]:
+        """Memories after a round, where they lie until their clients are back."""
+        return memories
+
     def rounds(self, state: State, report: Callable[[Event], None]) -> Iterator[State]:
         """Runs the remaining rounds, yielding the state after each."""
         while state.round < self.job.rounds:
@@ -168,7 +172,7 @@ class Rounds(ABC):
         ]
         merged = self.merge(method, server, arrived) if arrived else server.replace()
         changed = {seat.id: answer.memory for seat, _, answer in came if answer.memory or seat.id in memories}
-        return merged, changed
+        return merged, self.keep(changed)
 
 
 class Federation(Rounds):
@@ -230,14 +234,5 @@ class Federation(Rounds):
         self.engine.settle()  # not earlier: merging needs no number that is still being computed
         return merged
 
-    def exchange(
-        self,
-        method: Method,
-        server: Server,
-        memories: dict[int, Memory],
-        number: int,
-        present: Sequence[int],
-        events: list[Event],
-    ) -> tuple[Server, dict[int, Memory]]:
-        merged, changed = super().exchange(method, server, memories, number, present, events)
-        return merged, self.engine.stow(changed)
+    def keep(self, memories: dict[int, Memory]) -> dict[int, Memory]:
+        return self.engine.stow(memories)

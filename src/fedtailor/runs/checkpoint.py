@@ -21,6 +21,7 @@ from ..method import Job, Server
 from ..values import read_value, write_bytes, write_value
 
 KEEP = 2  # checkpoints kept
+CPU = torch.device("cpu")  # where memories wait; a client fetches its own when it needs it
 
 
 def save(folder: Path, state: State, events_bytes: int) -> None:
@@ -38,9 +39,6 @@ def save(folder: Path, state: State, events_bytes: int) -> None:
     write_bytes(folder / f"{state.round:06d}.json", json.dumps(manifest, indent=1).encode())
     state.touched.clear()
     _tidy(folder)
-
-
-CPU = torch.device("cpu")  # where memories wait; a client fetches its own when it needs it
 
 
 def load(folder: Path, job: Job, device: torch.device, say: Callable[[str], None]) -> tuple[State, int] | None:
