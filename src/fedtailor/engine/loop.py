@@ -103,7 +103,7 @@ class Rounds(ABC):
     def merge(self, method: Method, server: Server, replies: Sequence[Reply]) -> Server:
         return method.merge(server, replies)
 
-    def keep(self, memories: dict[int, Memory]) -> dict[int, Memory]:
+    def stow(self, memories: dict[int, Memory]) -> dict[int, Memory]:
         """Memories after a round, where they lie until their clients are back."""
         return memories
 
@@ -172,7 +172,7 @@ class Rounds(ABC):
         ]
         merged = self.merge(method, server, arrived) if arrived else server.replace()
         changed = {seat.id: answer.memory for seat, _, answer in came if answer.memory or seat.id in memories}
-        return merged, self.keep(changed)
+        return merged, self.stow(changed)
 
 
 class Federation(Rounds):
@@ -234,5 +234,5 @@ class Federation(Rounds):
         self.engine.settle()  # not earlier: merging needs no number that is still being computed
         return merged
 
-    def keep(self, memories: dict[int, Memory]) -> dict[int, Memory]:
+    def stow(self, memories: dict[int, Memory]) -> dict[int, Memory]:
         return self.engine.stow(memories)
