@@ -22,7 +22,7 @@ pytestmark = [
 
 def one_round(method: str, space: str, engine: str, **changes: Any) -> tuple[State, list[Event], Federation]:
     # one or two steps a client: rounding differs between kernels, and training multiplies it by ten every few steps
-    small = {"rounds": 2, "local__epochs": 0.3, "local__lr": 0.01, "precision": "fp32"}
+    small = {"rounds": 2, "local__epochs": 0.3, "local__lr": 0.003, "precision": "fp32"}
     setup = prepare(config_of(method, space, **(small | changes)))
     federation, _ = setup.federation(torch.device("cuda"), 1, engine)
     state, events = federation.begin(), []

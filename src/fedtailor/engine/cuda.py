@@ -97,12 +97,10 @@ class CudaEngine(LocalEngine):
         self._given.append((key, net))
         return net
 
-    def _make(self, space: Space, arch: Arch) -> nn.Module:
-        net = super()._make(space, arch)
+    def _fit_out(self, net: nn.Module) -> None:
         for module in net.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.affine:
                 give_scale(module)
-        return net
 
     def _recycle(self) -> None:
         """Takes back what clients held, and drops what was used longest ago."""

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from ..data.batches import Stream
 from ..errors import UserError
+from ..spaces.abreast import SideBySide
 from ..spaces.base import Arch, Space, Weights
+from ..spaces.depthwise import plain
 from ..spaces.layers import Dropout, seed_dropout
 from ..spaces.measure import Cost, remember_tensors
 from ..values import on_device
@@ -89,8 +91,15 @@ class LocalEngine:
         ready(net)
         net.space, net.arch = space, arch  # type: ignore[assignment]
         net.to(self.device)
+        self._fit_out(net)
+        for module in net.modules():
+            if isinstance(module, SideBySide):
+                module.lay()
         remember_tensors(net)
         return net
+
+    def _fit_out(self, net: nn.Module) -> None:
+        """What a device wants of a network that has just been built."""
 
     def initial(self, space: Space, seed: int) -> Weights:
         """The weights every run of this seed starts from."""
@@ -143,6 +152,10 @@ class LocalEngine:
         self._pool.shutdown(cancel_futures=True)
 
     def _drive(self, label: str, coroutine: Coroutine[Any, Any, T]) -> T:
+        with plain() if self.device.type == "cuda" else contextlib.nullcontext():  # there it is what others compare to
+            return self._drive_on(label, coroutine)
+
+    def _drive_on(self, label: str, coroutine: Coroutine[Any, Any, T]) -> T:
         result: Any = None
         self._thread.given = given = []
         while True:

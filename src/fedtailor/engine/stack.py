@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from ..data.batches import joint_batches, joint_order
+from ..spaces.depthwise import plain
 from ..spaces.layers import Counted, counter_start
 from ..spaces.measure import tensors_of
 from .jobs import Fit
@@ -96,7 +97,8 @@ class Stacked:
 
         self.optimiser.zero_grad(set_to_none=True)
         along = (0, 0, 0, None if self.shift is None else 0)
-        losses = vmap(loss_of, in_dims=along)(self.learnt | self.rest, x, y, self.shift)
+        with plain():  # what computes several layers as one is not made to be vectorised
+            losses = vmap(loss_of, in_dims=along)(self.learnt | self.rest, x, y, self.shift)
         losses.sum().backward()
         if self.anchors:
             pull_(self.parameters, self.anchors, self.pull)

@@ -14,16 +14,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Chain = nn.Sequential  # of ReLU, Conv2d without bias, BatchNorm2d and GroupNorm
+from .depthwise import Depthwise, depthwise
+
+Chain = nn.Sequential  # of ReLU, always before Depthwise, Conv2d without bias, BatchNorm2d and GroupNorm
+
+
+class SideBySide(nn.Module):
+    """A module that computes several of its layers as one."""
+
+    def lay(self) -> None:
+        """Called when the module is at its place, on its device."""
+        raise NotImplementedError
 
 
 def abreast(chains: Sequence[Chain], x: Tensor) -> list[Tensor]:
     """The outputs of chains that are alike in all but their weights."""
-    x = x.repeat(1, len(chains), 1, 1)
+    relu = False  # that is still to be done
     for layers in zip(*chains, strict=True):
         first = layers[0]
         if isinstance(first, nn.ReLU):
-            x = F.relu(x, inplace=True)  # of the copy, or of a norm's output, which nobody else reads
+            relu = True
+        elif isinstance(first, Depthwise):  # the first one reads each channel once for every chain
+            weights = torch.cat([cast(nn.Conv2d, layer).weight for layer in layers])
+            x, relu = depthwise(x, weights, first.stride[0], first.dilation[0], relu), False
         elif isinstance(first, nn.Conv2d):
             x = _convolve(layers, first, x)
         else:
@@ -53,11 +66,41 @@ def norm_abreast(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     mean, variance = _joined(layers, "running_mean"), _joined(layers, "running_var")
     y = F.batch_norm(x, mean, variance, weight, bias, first.training, first.momentum, first.eps)
     if first.training and first.momentum and mean is not None and variance is not None:
-        own = [getattr(layer, name) for name in ("running_mean", "running_var") for layer in layers]
-        torch._foreach_copy_(own, [*mean.chunk(len(layers)), *variance.chunk(len(layers))])
+        _give_back(layers, "running_mean", mean)
+        _give_back(layers, "running_var", variance)
     return y
+
+
+def lay(layers: Sequence[nn.Module]) -> None:
+    """Puts what equal norms hold beside their weights next to each other, so that nobody has to join it every time."""
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        found = [getattr(layer, name, None) for layer in layers]
+        tensors = [t for t in found if t is not None and not isinstance(t, nn.Parameter)]
+        if len(tensors) == len(layers):
+            for tensor, place in zip(tensors, torch.cat(tensors).chunk(len(tensors)), strict=True):
+                tensor.set_(place)
 
 
 def _joined(layers: Sequence[nn.Module], name: str) -> Tensor | None:
     found = [getattr(layer, name) for layer in layers]
-    return None if found[0] is None else torch.cat(found)
+    if found[0] is None:
+        return None
+    return found[0].as_strided((len(found) * len(found[0]),), (1,)) if _laid(found) else torch.cat(found)
+
+
+def _laid(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors lie next to each other, in this order."""
+    first = tensors[0]
+    if isinstance(first, nn.Parameter):
+        return False
+    start, size = first.data_ptr(), first.nbytes
+    block = first.untyped_storage().data_ptr()
+    return all(
+        t.data_ptr() == start + i * size and t.untyped_storage().data_ptr() == block for i, t in enumerate(tensors)
+    )
+
+
+def _give_back(layers: Sequence[nn.Module], name: str, joined: Tensor) -> None:
+    own = [getattr(layer, name) for layer in layers]
+    if own[0].data_ptr() != joined.data_ptr():
+        torch._foreach_copy_(own, list(joined.chunk(len(own))))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..seeds import hash_bits, uniform
-from .abreast import abreast, norm_abreast
+from .abreast import SideBySide, abreast, lay, norm_abreast
 from .base import Block
+from .depthwise import Depthwise, is_plain
 from .layers import Counted, Dropout, Norm, norm_layer
 
 NODES = 4
@@ -145,13 +146,9 @@ def _convolutions(
     """ReLU, depthwise, pointwise, norm, once per stride. The first ReLU leaves its input alone: other edges read it."""
     layers: list[tuple[str, nn.Module]] = []
     for i, stride in enumerate(strides):
-        padding = dilation * (kernel // 2)
-        depthwise = nn.Conv2d(
-            channels, channels, kernel, stride, padding, dilation=dilation, groups=channels, bias=False
-        )
         layers += [
             (f"relu{i}", nn.ReLU(inplace=i > 0)),
-            (f"depthwise{i}", depthwise),
+            (f"depthwise{i}", Depthwise(channels, kernel, stride, dilation)),
             (f"pointwise{i}", nn.Conv2d(channels, channels, 1, bias=False)),
             (f"norm{i}", norm_layer(norm, channels, affine)),
         ]
@@ -272,7 +269,7 @@ class Edge(nn.ModuleDict):
         return total
 
 
-class Cell(nn.Module):
+class Cell(SideBySide):
     def __init__(
         self,
         plan: CellPlan,
@@ -312,19 +309,33 @@ class Cell(nn.Module):
     def _leaving(self, state: int, x: Tensor) -> dict[int, dict[str, Tensor]]:
         """Outputs of the operations that leave a state, by edge and name, as far as several of them are alike."""
         made: dict[int, dict[str, Tensor]] = {}
-        if torch.compiler.is_compiling():  # a network that goes out into the world has one layer for every layer
+        if torch.compiler.is_compiling() or is_plain():  # one layer for every layer
             return made
+        for name, alike in self._alike(state):
+            operations = list(alike.values())
+            if isinstance(operations[0], Halve):
+                outputs = Halve.abreast(cast(list[Halve], operations), x)
+            else:
+                outputs = abreast(cast(list[nn.Sequential], operations), x)
+            for e, y in zip(alike, outputs, strict=True):
+                made.setdefault(e, {})[name] = y
+        return made
+
+    def _alike(self, state: int) -> Iterator[tuple[str, dict[int, nn.Module]]]:
+        """The operations that leave a state on several edges, by edge."""
         leaving = [(e, cast(Edge, self.edges[e])) for e, (source, _) in enumerate(EDGES) if source == state]
         for name in dict.fromkeys(name for _, edge in leaving for name in edge):
             alike = {e: edge[name] for e, edge in leaving if name in edge}
-            outputs: list[Tensor] = []
-            if len(alike) > 1 and name.endswith(CHAINS):
-                outputs = abreast(cast(list[nn.Sequential], list(alike.values())), x)
-            elif len(alike) > 1 and all(isinstance(op, Halve) for op in alike.values()):
-                outputs = Halve.abreast(cast(list[Halve], list(alike.values())), x)
-            for e, y in zip(alike, outputs, strict=False):
-                made.setdefault(e, {})[name] = y
-        return made
+            same = name.endswith(CHAINS) or all(isinstance(op, Halve) for op in alike.values())
+            if len(alike) > 1 and same:
+                yield name, alike
+
+    def lay(self) -> None:
+        for state in range(2 + NODES):
+            for _, alike in self._alike(state):
+                norms = ([m for m in op.modules() if isinstance(m, nn.BatchNorm2d)] for op in alike.values())
+                for layers in zip(*norms, strict=True):
+                    lay(layers)
 
     def _zero(self, like: Tensor) -> Tensor:
         n, c, height, width = like.shape

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..seeds import hash_bits, uniform
 from .base import Block
+from .depthwise import Depthwise
 
 Norm = Literal["batch", "group"]
 Stem = Literal["auto", "small", "large"]  # strides for small images, for large ones, or by the size of the input
@@ -38,7 +39,8 @@ def norm_layer(kind: Norm, channels: int, affine: bool = True) -> nn.Module:
 
 
 def activation(kind: str) -> nn.Module:
-    return ACTIVATIONS[kind]() if kind == "gelu" else ACTIVATIONS[kind](inplace=True)
+    # in place where the backward pass reads the result; of the others torch would keep a copy
+    return ACTIVATIONS[kind](inplace=True) if kind in ("relu", "relu6") else ACTIVATIONS[kind]()
 
 
 class Counted(nn.Module):
@@ -93,10 +95,12 @@ class ConvNorm(nn.Sequential):
         act: str = "relu",
         norm: Norm = "batch",
     ) -> None:
-        layers: list[tuple[str, nn.Module]] = [
-            ("conv", nn.Conv2d(cin, cout, kernel, stride, kernel // 2, groups=groups, bias=False)),
-            ("norm", norm_layer(norm, cout)),
-        ]
+        conv = (
+            Depthwise(cin, kernel, stride)
+            if groups == cin == cout
+            else nn.Conv2d(cin, cout, kernel, stride, kernel // 2, groups=groups, bias=False)
+        )
+        layers: list[tuple[str, nn.Module]] = [("conv", conv), ("norm", norm_layer(norm, cout))]
         if act:
             layers.append(("act", activation(act)))
         super().__init__(OrderedDict(layers))

@@ -1,0 +1,172 @@
+// Depthwise convolutions of small images in single precision.
+//
+// A block reads whole planes (one channel of one image) into shared memory once, with their border of zeros; a thread
+// computes a strip of Q values below each other, so that neighbouring threads touch neighbouring columns.
+// H and W are the input's size, OH and OW the output's, K the side of the filters, S the stride, D the dilation,
+// M how many filters read each plane, P planes in a block at a time, T threads. All of them are set by the compiler.
+
+constexpr int Q = 4;
+constexpr int PAD = D * (K / 2);
+constexpr int PH = H + 2 * PAD, PW = W + 2 * PAD, PLANE = PH * PW;
+
+__device__ inline float clipped(float v) { return RELU && v < 0.f ? 0.f : v; }
+
+// The plane's value at a place of the tile, zero outside of it.
+__device__ inline float padded(const float* plane, int place) {
+    const int r = place / PW - PAD, c = place % PW - PAD;
+    return r >= 0 && r < H && c >= 0 && c < W ? clipped(plane[r * W + c]) : 0.f;
+}
+
+// The same for the gradient of an output, spread over the input's size where the stride leaves places out.
+__device__ inline float spread(const float* plane, int place) {
+    const int r = place / PW - PAD, c = place % PW - PAD;
+    const bool there = r >= 0 && c >= 0 && r % S == 0 && c % S == 0 && r / S < OH && c / S < OW;
+    return there ? plane[r / S * OW + c / S] : 0.f;
+}
+
+// Reads a tile's values, all of them under way at once, and puts them where the block sees them.
+template <typename Value>
+__device__ inline void fill(float* tile, Value value) {
+    constexpr int SIZE = P * PLANE, EACH = (SIZE + T - 1) / T;
+    float read[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+        const int i = threadIdx.x + j * T;
+        read[j] = i < SIZE ? value(i / PLANE, i % PLANE) : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+        const int i = threadIdx.x + j * T;
+        if (i < SIZE) tile[i] = read[j];
+    }
+    __syncthreads();
+}
+
+// y[n, m * C + c] = x[n, c] * w[m * C + c]
+extern "C" __global__ void __launch_bounds__(T) forward(const float* __restrict__ x, const float* __restrict__ w,
+                                                         float* __restrict__ y, int channels, int planes) {
+    constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW, REACH = (Q - 1) * S + (K - 1) * D + 1;
+    __shared__ float tile[P * PLANE + Q * S * PW];
+    const int first = blockIdx.x * P;
+    fill(tile, [&](int p, int place) { return first + p < planes ? padded(x + (first + p) * (H * W), place) : 0.f; });
+    for (int i = threadIdx.x; i < P * M * ITEMS; i += T) {
+        const int p = i / (M * ITEMS), m = i / ITEMS % M, r = i % ITEMS / OW * Q, c = i % OW;
+        if (first + p >= planes) break;
+        const int image = (first + p) / channels, channel = m * channels + (first + p) % channels;
+        const float* f = w + channel * (K * K);
+        float sum[Q] = {};
+#pragma unroll
+        for (int kx = 0; kx < K; ++kx) {
+            const float* from = tile + p * PLANE + r * S * PW + c * S + kx * D;
+            float column[REACH];
+#pragma unroll
+            for (int j = 0; j < REACH; ++j) column[j] = from[j * PW];
+#pragma unroll
+            for (int ky = 0; ky < K; ++ky) {
+                const float v = f[ky * K + kx];
+#pragma unroll
+                for (int q = 0; q < Q; ++q) sum[q] += v * column[q * S + ky * D];
+            }
+        }
+        float* to = y + ((image * M * channels + channel) * OH + r) * OW + c;
+#pragma unroll
+        for (int q = 0; q < Q; ++q)
+            if (r + q < OH) to[q * OW] = sum[q];
+    }
+}
+
+// The gradient of x: that of y, spread over the input's size, with the filters turned around; summed over filters.
+extern "C" __global__ void __launch_bounds__(T) images(const float* __restrict__ dy, const float* __restrict__ w,
+                                                        const float* __restrict__ x, float* __restrict__ dx,
+                                                        int channels, int planes) {
+    constexpr int STRIPS = (H + Q - 1) / Q, ITEMS = STRIPS * W, REACH = Q - 1 + (K - 1) * D + 1;
+    constexpr int ROUNDS = (P * ITEMS + T - 1) / T;
+    __shared__ float tile[P * PLANE + Q * PW];
+    const int first = blockIdx.x * P;
+    float sum[ROUNDS][Q] = {};
+    for (int m = 0; m < M; ++m) {
+        if (m) __syncthreads();
+        fill(tile, [&](int p, int place) {
+            const int image = (first + p) / channels, channel = m * channels + (first + p) % channels;
+            return first + p < planes ? spread(dy + (image * M * channels + channel) * (OH * OW), place) : 0.f;
+        });
+#pragma unroll
+        for (int round = 0; round < ROUNDS; ++round) {
+            const int i = threadIdx.x + round * T;
+            const int p = i / ITEMS, r = i % ITEMS / W * Q, c = i % W;
+            if (p >= P || first + p >= planes) break;
+            const float* f = w + (m * channels + (first + p) % channels) * (K * K);
+#pragma unroll
+            for (int kx = 0; kx < K; ++kx) {
+                const float* from = tile + p * PLANE + r * PW + c + (K - 1 - kx) * D;
+                float column[REACH];
+#pragma unroll
+                for (int j = 0; j < REACH; ++j) column[j] = from[j * PW];
+#pragma unroll
+                for (int ky = 0; ky < K; ++ky) {
+                    const float v = f[ky * K + kx];
+#pragma unroll
+                    for (int q = 0; q < Q; ++q) sum[round][q] += v * column[q + (K - 1 - ky) * D];
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        const int i = threadIdx.x + round * T;
+        const int p = i / ITEMS, r = i % ITEMS / W * Q, c = i % W;
+        if (p >= P || first + p >= planes) break;
+        const int at = ((first + p) * H + r) * W + c;
+#pragma unroll
+        for (int q = 0; q < Q; ++q)
+            if (r + q < H) dx[at + q * W] = RELU && x[at + q * W] <= 0.f ? 0.f : sum[round][q];
+    }
+}
+
+// The gradient of the filters. A block has one filter and every gridDim.y-th group of P images; dw has a row for each.
+extern "C" __global__ void __launch_bounds__(T) filters(const float* __restrict__ dy, const float* __restrict__ x,
+                                                         float* __restrict__ dw, int channels, int batch) {
+    constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW, REACH = (Q - 1) * S + (K - 1) * D + 1;
+    __shared__ float tile[P * PLANE + Q * S * PW];
+    __shared__ float parts[T / 32][K * K];
+    const int filter = blockIdx.x, channel = filter % channels;
+    float sum[K * K] = {};
+    for (int first = blockIdx.y * P; first < batch; first += gridDim.y * P) {
+        __syncthreads();
+        fill(tile, [&](int p, int place) {
+            return first + p < batch ? padded(x + ((first + p) * channels + channel) * (H * W), place) : 0.f;
+        });
+        for (int i = threadIdx.x; i < P * ITEMS; i += T) {
+            const int p = i / ITEMS, r = i % ITEMS / OW * Q, c = i % OW;
+            if (first + p >= batch) break;
+            const float* from = dy + (((first + p) * M * channels + filter) * OH + r) * OW + c;
+            float g[Q];
+#pragma unroll
+            for (int q = 0; q < Q; ++q) g[q] = r + q < OH ? from[q * OW] : 0.f;
+#pragma unroll
+            for (int kx = 0; kx < K; ++kx) {
+                const float* seen = tile + p * PLANE + r * S * PW + c * S + kx * D;
+                float column[REACH];
+#pragma unroll
+                for (int j = 0; j < REACH; ++j) column[j] = seen[j * PW];
+#pragma unroll
+                for (int ky = 0; ky < K; ++ky)
+#pragma unroll
+                    for (int q = 0; q < Q; ++q) sum[ky * K + kx] += g[q] * column[q * S + ky * D];
+            }
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < K * K; ++k) {
+        float v = sum[k];
+#pragma unroll
+        for (int lane = 16; lane; lane /= 2) v += __shfl_xor_sync(0xffffffff, v, lane);
+        if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32][k] = v;
+    }
+    __syncthreads();
+    for (int k = threadIdx.x; k < K * K; k += T) {
+        float v = 0.f;
+        for (int warp = 0; warp < T / 32; ++warp) v += parts[warp][k];
+        dw[(blockIdx.y * gridDim.x + filter) * (K * K) + k] = v;
+    }
+}
