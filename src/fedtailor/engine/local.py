@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ..data.batches import Stream
 from ..errors import UserError
+from ..kernels.compiling import plain
 from ..spaces.abreast import SideBySide
 from ..spaces.base import Arch, Space, Weights
-from ..spaces.depthwise import plain
 from ..spaces.layers import Dropout, seed_dropout
 from ..spaces.measure import Cost, remember_tensors
 from ..values import on_device

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from ..data.batches import joint_batches, joint_order
-from ..spaces.depthwise import plain
+from ..kernels.compiling import plain
 from ..spaces.layers import Counted, counter_start
 from ..spaces.measure import tensors_of
 from .jobs import Fit

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .depthwise import Depthwise, depthwise
+from ..kernels.depthwise import Depthwise, depthwise
+from ..kernels.norm import batch_norm
 
 Chain = nn.Sequential  # of ReLU, always before Depthwise, Conv2d without bias, BatchNorm2d and GroupNorm
 
@@ -64,8 +65,10 @@ def norm_abreast(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     assert isinstance(first, nn.BatchNorm2d)
     assert first.momentum is not None
     mean, variance = _joined(layers, "running_mean"), _joined(layers, "running_var")
-    y = F.batch_norm(x, mean, variance, weight, bias, first.training, first.momentum, first.eps)
-    if first.training and first.momentum and mean is not None and variance is not None:
+    if not first.training:
+        return F.batch_norm(x, mean, variance, weight, bias, mean is None, 0.0, first.eps)
+    y = batch_norm(x, weight, bias, (mean, variance), first.momentum, first.eps)
+    if first.momentum and mean is not None and variance is not None:
         _give_back(layers, "running_mean", mean)
         _give_back(layers, "running_var", variance)
     return y

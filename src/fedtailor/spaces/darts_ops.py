@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.compiling import is_plain
+from ..kernels.depthwise import Depthwise
 from ..seeds import hash_bits, uniform
 from .abreast import SideBySide, abreast, lay, norm_abreast
 from .base import Block
-from .depthwise import Depthwise, is_plain
 from .layers import Counted, Dropout, Norm, norm_layer
 
 NODES = 4

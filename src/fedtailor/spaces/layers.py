@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.depthwise import Depthwise
+from ..kernels.gates import channel_gates
+from ..kernels.norm import ACTS, BatchNorm
 from ..seeds import hash_bits, uniform
 from .base import Block
-from .depthwise import Depthwise
 
 Norm = Literal["batch", "group"]
 Stem = Literal["auto", "small", "large"]  # strides for small images, for large ones, or by the size of the input
@@ -33,7 +35,7 @@ def small_strides(stem: Stem, size: tuple[int, int]) -> bool:
 def norm_layer(kind: Norm, channels: int, affine: bool = True) -> nn.Module:
     """Batch normalisation, or its GroupNorm twin (groups of at most 8 channels that divide them)."""
     if kind == "batch":
-        return nn.BatchNorm2d(channels, affine=affine)
+        return BatchNorm(channels, affine=affine)
     size = next(s for s in (8, 6, 5, 4, 3, 2, 1) if channels % s == 0)
     return nn.GroupNorm(channels // size, channels, affine=affine)
 
@@ -104,6 +106,13 @@ class ConvNorm(nn.Sequential):
         if act:
             layers.append(("act", activation(act)))
         super().__init__(OrderedDict(layers))
+        self.kind = act
+
+    def forward(self, input: Tensor) -> Tensor:
+        norm, conv = self.norm, cast(nn.Conv2d, self.conv)
+        if isinstance(norm, BatchNorm) and input.is_cuda and self.kind in ACTS:
+            return norm(conv(input), self.kind)
+        return super().forward(input)
 
 
 class Chain(nn.Module):
@@ -160,8 +169,7 @@ class SqueezeExcite(nn.Module):
         self.expand = nn.Linear(squeezed, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        gates = F.hardsigmoid(self.expand(F.relu(self.reduce(x.mean((2, 3))))))
-        return x * gates[:, :, None, None]
+        return channel_gates(x, self.reduce.weight, self.reduce.bias, self.expand.weight, self.expand.bias)
 
 
 class InvertedResidual(nn.Module):

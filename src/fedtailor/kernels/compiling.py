@@ -1,0 +1,99 @@
+"""How the kernels of this room come to run: their sources lie beside their modules, the card's own compiler makes them.
+
+They are compiled for what is known when they are first needed. Where they do not apply, torch's own operations run;
+`plain` asks for those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Kernels = Mapping[str, Any]
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
+    """Inside, networks compute layer after layer as they are written, with torch's own kernels."""
+    before, _here.plain = is_plain(), True
+    try:
+        yield
+    finally:
+        _here.plain = before
+
+
+def is_plain() -> bool:
+    return getattr(_here, "plain", False)
+
+
+def applies(*tensors: Tensor | None) -> bool:
+    """Whether kernels of ours may run on these: in single precision on a GPU, unless somebody wants it otherwise."""
+    return (
+        all(t is None or (t.is_cuda and t.dtype == torch.float32) for t in tensors)
+        and not is_plain()
+        and not torch.is_autocast_enabled("cuda")
+        and not torch.compiler.is_compiling()
+    )
+
+
+@lru_cache(maxsize=512)
+def compiled(name: str, names: tuple[str, ...], device: torch.device, **values: int) -> Kernels | None:
+    """The kernels of NAME.cu with some values set; None where this torch cannot compile them.
+
+    They are made in a thread of their own: one that captures a graph is not allowed to load code.
+    """
+    source = "".join(f"#define {key} {value}\n" for key, value in values.items())
+    source += Path(__file__).with_name(f"{name}.cu").read_text(encoding="utf-8")
+    with ThreadPoolExecutor(1) as aside:
+        return aside.submit(_compile, source, names, device).result()
+
+
+def _compile(source: str, names: tuple[str, ...], device: torch.device) -> Kernels | None:
+    try:
+        from torch.cuda._utils import _cuda_load_module, _nvrtc_compile
+
+        torch.cuda.set_device(device.index or 0)
+        made: Any = _cuda_load_module(_nvrtc_compile(source, names[0])[0], list(names))
+        return made
+    except (ImportError, OSError, RuntimeError):  # another torch, or no compiler library beside it
+        return None
+
+
+def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: Tensor | int | float | None) -> None:
+    """Starts a kernel on the current stream of the first argument's device. None is an empty pointer."""
+    first = args[0]
+    assert isinstance(first, Tensor)
+    if not getattr(_here, "launched", False):  # a thread that launches nothing through torch first has no context
+        torch.zeros(1, device=first.device)
+        _here.launched = True
+    cells = [_cell(arg) for arg in args]
+    pointers = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
+    stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(first.get_device()))
+    failed = _driver().cuLaunchKernel(kernel.func, *blocks, 1, threads, 1, 1, 0, stream, pointers, None)
+    if failed:
+        raise RuntimeError(f"CUDA error: a kernel could not be launched (error {failed} of the driver)")
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    from torch.cuda._utils import _get_gpu_runtime_library
+
+    return _get_gpu_runtime_library()
+
+
+def _cell(arg: Tensor | int | float | None) -> Any:
+    if isinstance(arg, int):
+        return ctypes.c_int(arg)
+    if isinstance(arg, float):
+        return ctypes.c_float(arg)
+    return ctypes.c_void_p(None if arg is None else arg.data_ptr())
