@@ -1,4 +1,7 @@
-"""Layers that torch computes everywhere, and kernels of ours on a GPU."""
+"""Layers that torch computes everywhere, and kernels of ours on a GPU.
+
+The kernels' sources also run on a processor, thread by thread, so that what they compute is known without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import cuda_on_cpu
+from fedtailor.kernels import depthwise as depthwise_room
+from fedtailor.kernels import gates, norm
 from fedtailor.kernels.compiling import is_plain, plain
 from fedtailor.kernels.depthwise import Depthwise, Shape, depthwise
 from fedtailor.kernels.gates import channel_gates
 from fedtailor.kernels.norm import ACTS, batch_norm
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no g++ here")
 SHAPES = [  # images, channels, height, width, kernel, stride, dilation, filters a channel, ReLU
-    (4, 6, 32, 32, 3, 1, 1, 1, False),
-    (32, 16, 16, 16, 5, 2, 1, 1, True),
+    (2, 3, 32, 32, 3, 1, 1, 1, False),
+    (5, 3, 16, 16, 5, 2, 1, 1, True),
     (3, 8, 8, 8, 5, 1, 2, 3, True),
-    (33, 5, 4, 4, 5, 1, 1, 2, False),
+    (33, 2, 4, 4, 5, 1, 1, 2, False),
     (7, 3, 9, 13, 3, 2, 2, 2, True),
     (2, 2, 40, 40, 7, 1, 1, 1, False),
     (1, 1, 1, 1, 3, 1, 1, 1, False),
 ]
+
+
+@pytest.fixture(
+    params=[pytest.param("cpu", marks=needs_compiler), pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the kernels run: on a GPU, or their sources on a processor."""
+    if request.param == "cpu":
+        for room in (depthwise_room, norm, gates):
+            for name in ("compiled", "launch", "applies"):
+                monkeypatch.setattr(room, name, getattr(cuda_on_cpu, name))
+        monkeypatch.setattr(depthwise_room, "BLOCKS", 8)
+        monkeypatch.setattr(norm, "THREADS", 64)
+        monkeypatch.setattr(gates, "THREADS", 64)
+    else:
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    return request.param
 
 
 def by_hand(x: Tensor, weight: Tensor, stride: int, dilation: int, relu: bool) -> Tensor:
@@ -65,12 +90,9 @@ def test_plain_ends_with_its_block() -> None:
     assert not is_plain()
 
 
-@needs_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_compute_what_torch_computes(shape: tuple[int, ...]) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    x, weight = problem(shape, "cuda")
+def test_kernels_compute_what_torch_computes(shape: tuple[int, ...], device: str) -> None:
+    x, weight = problem(shape, device)
     stride, dilation, _, relu = shape[5:]
     ours = depthwise(x, weight, stride, dilation, bool(relu))
     with plain():
@@ -80,13 +102,25 @@ def test_kernels_compute_what_torch_computes(shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
     towards = torch.randn_like(ours)
     for mine, other in zip(*(torch.autograd.grad(y, (x, weight), towards) for y in (ours, theirs)), strict=True):
-        assert float((mine - other).norm()) <= 1e-6 * float(other.norm()) + 1e-6
+        assert float((mine - other).norm()) <= 5e-6 * float(other.norm()) + 1e-6
 
 
-@needs_gpu
-@pytest.mark.gpu
-def test_kernels_can_be_differentiated_twice() -> None:
-    x, weight = problem((2, 3, 8, 8, 3, 1, 1, 2, True), "cuda")
+@pytest.mark.parametrize("side", [2, 4, 9])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_what_lies_beside_an_image_is_used_nowhere(side: int, stride: int, device: str) -> None:
+    """Shared memory still holds what others left there, so first somebody leaves something that is no number."""
+    dirt, filters = torch.full((2, 8, 32, 32), float("nan"), device=device), torch.ones(8, 1, 5, 5, device=device)
+    images = Shape(side, side, 5, stride, 1, 1, False).planes  # so that a block's last place is taken
+    x, weight = problem((images, 2, side, side, 5, stride, 1, 1, False), device)
+    depthwise(dirt, filters, 1, 1)
+    y = depthwise(x, weight, stride, 1)
+    depthwise(dirt, filters, 1, 1)
+    grads = torch.autograd.grad(y.sum(), (x, weight))
+    assert all(bool(t.isfinite().all()) for t in (y, *grads))
+
+
+def test_kernels_can_be_differentiated_twice(device: str) -> None:
+    x, weight = problem((2, 3, 8, 8, 3, 1, 1, 2, True), device)
 
     def twice() -> tuple[Tensor, ...]:
         once = torch.autograd.grad(depthwise(x, weight, 1, 1, True).square().sum(), (x, weight), create_graph=True)
@@ -99,18 +133,14 @@ def test_kernels_can_be_differentiated_twice() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-3)
 
 
-@needs_gpu
-@pytest.mark.gpu
-def test_not_a_number_stays_one() -> None:
-    x = torch.full((1, 2, 8, 8), float("nan"), device="cuda")
-    assert depthwise(x, torch.ones(2, 1, 3, 3, device="cuda"), 1, 1, relu=True).isnan().all()
+def test_not_a_number_stays_one(device: str) -> None:
+    x = torch.full((1, 2, 8, 8), float("nan"), device=device)
+    assert depthwise(x, torch.ones(2, 1, 3, 3, device=device), 1, 1, relu=True).isnan().all()
 
 
-@needs_gpu
-@pytest.mark.gpu
-def test_large_images_are_left_to_torch() -> None:
+def test_large_images_are_left_to_torch(device: str) -> None:
     assert not Shape(224, 224, 3, 1, 1, 1, False).small
-    x, weight = torch.randn(1, 2, 224, 224, device="cuda"), torch.randn(2, 1, 3, 3, device="cuda")
+    x, weight = torch.randn(1, 2, 224, 224, device=device), torch.randn(2, 1, 3, 3, device=device)
     torch.testing.assert_close(depthwise(x, weight, 1, 1), F.conv2d(x, weight, padding=1, groups=2))
 
 
@@ -126,14 +156,12 @@ def normed(x: Tensor, parts: Parts, act: str) -> tuple[Tensor, Parts]:
     return y, running | dict(zip(names, torch.autograd.grad(y, inputs, torch.randn_like(y)), strict=True))
 
 
-@needs_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("shape", [(32, 24, 32, 32), (32, 5, 4, 4), (7, 3, 9, 13), (2, 8, 1, 1), (16, 700, 8, 8)])
-def test_norms_compute_what_torch_computes(shape: tuple[int, ...], act: str) -> None:
+@pytest.mark.parametrize("shape", [(8, 3, 32, 32), (32, 5, 4, 4), (7, 3, 9, 13), (2, 8, 1, 1)])
+def test_norms_compute_what_torch_computes(shape: tuple[int, ...], act: str, device: str) -> None:
     torch.manual_seed(0)
-    x = (3 * torch.randn(shape, device="cuda") + 5).requires_grad_()
-    parts = {n: torch.randn(shape[1], device="cuda", requires_grad=True) for n in ("weight", "bias")}
+    x = (3 * torch.randn(shape, device=device) + 5).requires_grad_()
+    parts = {n: torch.randn(shape[1], device=device, requires_grad=True) for n in ("weight", "bias")}
     ours, mine = normed(x, parts, act)
     with plain():
         theirs, others = normed(x, parts, act)
@@ -144,11 +172,9 @@ def test_norms_compute_what_torch_computes(shape: tuple[int, ...], act: str) -> 
         assert float((mine[name] - other).norm()) <= 1e-4 * scale, name
 
 
-@needs_gpu
-@pytest.mark.gpu
-def test_norms_without_weights_and_twice_differentiated() -> None:
+def test_norms_without_weights_and_twice_differentiated(device: str) -> None:
     torch.manual_seed(0)
-    x = torch.randn(8, 4, 6, 6, device="cuda", requires_grad=True)
+    x = torch.randn(8, 4, 6, 6, device=device, requires_grad=True)
 
     def twice() -> tuple[Tensor, Tensor]:
         y = batch_norm(x, None, None, (None, None), 0.1, 1e-5, "relu")
@@ -162,16 +188,13 @@ def test_norms_without_weights_and_twice_differentiated() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
 
 
-@needs_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(32, 48, 16, 32, 32), (32, 800, 200, 4, 4), (5, 17, 3, 5, 7), (1, 8, 8, 1, 1)])
-def test_gates_compute_what_torch_computes(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(3, 12, 4, 16, 16), (4, 40, 12, 4, 4), (5, 17, 3, 5, 7), (1, 8, 8, 1, 1)])
+def test_gates_compute_what_torch_computes(shape: tuple[int, ...], device: str) -> None:
     images, many, few, height, width = shape
-    torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    x = torch.randn(images, many, height, width, device="cuda", requires_grad=True)
+    x = torch.randn(images, many, height, width, device=device, requires_grad=True)
     sizes = [(few, many), (few,), (many, few), (many,)]
-    tensors = [x, *(torch.randn(size, device="cuda", requires_grad=True) for size in sizes)]
+    tensors = [x, *(torch.randn(size, device=device, requires_grad=True) for size in sizes)]
     tensors[3].data.mul_(0.5)
 
     def both() -> tuple[Tensor, ...]:
@@ -186,9 +209,7 @@ def test_gates_compute_what_torch_computes(shape: tuple[int, ...]) -> None:
         assert float((mine - other).norm()) <= 1e-5 * float(other.norm()) + 1e-6
 
 
-@needs_gpu
-@pytest.mark.gpu
-def test_one_value_a_channel_cannot_be_normalised() -> None:
-    x = torch.randn(1, 4, 1, 1, device="cuda")
+def test_one_value_a_channel_cannot_be_normalised(device: str) -> None:
+    x = torch.randn(1, 4, 1, 1, device=device)
     with pytest.raises(ValueError, match="more than 1 value"):
         batch_norm(x, None, None, (None, None), 0.1, 1e-5)

@@ -8,6 +8,7 @@
 constexpr int Q = 4;
 constexpr int PAD = D * (K / 2);
 constexpr int PH = H + 2 * PAD, PW = W + 2 * PAD, PLANE = PH * PW;
+constexpr int TILE = P * PLANE + Q * S * PW;
 
 __device__ inline float clipped(float v) { return RELU && v < 0.f ? 0.f : v; }
 
@@ -24,20 +25,21 @@ __device__ inline float spread(const float* plane, int place) {
     return there ? plane[r / S * OW + c / S] : 0.f;
 }
 
-// Reads a tile's values, all of them under way at once, and puts them where the block sees them.
+// Reads a tile's values, all of them under way at once, and puts them where the block sees them. A strip may reach
+// below the last plane: what it finds there is used nowhere, but has to be a number.
 template <typename Value>
 __device__ inline void fill(float* tile, Value value) {
-    constexpr int SIZE = P * PLANE, EACH = (SIZE + T - 1) / T;
+    constexpr int EACH = (TILE + T - 1) / T;
     float read[EACH];
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
         const int i = threadIdx.x + j * T;
-        read[j] = i < SIZE ? value(i / PLANE, i % PLANE) : 0.f;
+        read[j] = i < P * PLANE ? value(i / PLANE, i % PLANE) : 0.f;
     }
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
         const int i = threadIdx.x + j * T;
-        if (i < SIZE) tile[i] = read[j];
+        if (i < TILE) tile[i] = read[j];
     }
     __syncthreads();
 }
@@ -46,7 +48,7 @@ __device__ inline void fill(float* tile, Value value) {
 extern "C" __global__ void __launch_bounds__(T) forward(const float* __restrict__ x, const float* __restrict__ w,
                                                          float* __restrict__ y, int channels, int planes) {
     constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW, REACH = (Q - 1) * S + (K - 1) * D + 1;
-    __shared__ float tile[P * PLANE + Q * S * PW];
+    __shared__ float tile[TILE];
     const int first = blockIdx.x * P;
     fill(tile, [&](int p, int place) { return first + p < planes ? padded(x + (first + p) * (H * W), place) : 0.f; });
     for (int i = threadIdx.x; i < P * M * ITEMS; i += T) {
@@ -81,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(T) images(const float* __restrict__
                                                         int channels, int planes) {
     constexpr int STRIPS = (H + Q - 1) / Q, ITEMS = STRIPS * W, REACH = Q - 1 + (K - 1) * D + 1;
     constexpr int ROUNDS = (P * ITEMS + T - 1) / T;
-    __shared__ float tile[P * PLANE + Q * PW];
+    __shared__ float tile[TILE];
     const int first = blockIdx.x * P;
     float sum[ROUNDS][Q] = {};
     for (int m = 0; m < M; ++m) {
@@ -127,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(T) images(const float* __restrict__
 extern "C" __global__ void __launch_bounds__(T) filters(const float* __restrict__ dy, const float* __restrict__ x,
                                                          float* __restrict__ dw, int channels, int batch) {
     constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW, REACH = (Q - 1) * S + (K - 1) * D + 1;
-    __shared__ float tile[P * PLANE + Q * S * PW];
+    __shared__ float tile[TILE];
     __shared__ float parts[T / 32][K * K];
     const int filter = blockIdx.x, channel = filter % channels;
     float sum[K * K] = {};

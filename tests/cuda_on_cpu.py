@@ -1,0 +1,54 @@
+"""Runs the GPU kernels' sources on a processor, through the compiler of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtailor.kernels import compiling
+
+HERE, KERNELS = Path(__file__).parent, Path(compiling.__file__).parent
+COMPILER = shutil.which("g++")
+_built = Path(tempfile.mkdtemp(prefix="kernels-"))
+
+
+@lru_cache
+def compiled(name: str, names: tuple[str, ...], device: torch.device, **values: int) -> dict[str, Any]:
+    """The kernels of NAME.cu as functions of a library."""
+    assert device.type == "cpu"
+    source = (KERNELS / f"{name}.cu").read_text(encoding="utf-8")
+    source = re.sub(r"__shared__ float (\w+)\[([^\]]*)\];", r"static float* \1 = poisoned(\2);", source)
+    parts = [f"#define {key} {value}" for key, value in values.items()]
+    parts = ['#include "cuda_on_cpu.h"', *parts, source]
+    for kernel in names:
+        found = re.search(rf"\b{kernel}\(([^)]*)\) {{", source)
+        assert found, f"{name}.cu has no kernel {kernel}"
+        given = ", ".join(re.sub(r"\s+", " ", found[1]).split(", "))
+        passed = ", ".join(re.findall(r"(\w+)(?:,|$)", given))
+        call = f"run(width, height, T, [&] {{ {kernel}({passed}); }});"
+        parts.append(f'extern "C" void go_{kernel}(int width, int height, {given}) {{ {call} }}')
+    text = "\n".join(parts)
+    library = _built / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    (code := library.with_suffix(".cpp")).write_text(text, encoding="utf-8")
+    flags = ["-std=c++20", "-w", "-shared", "-fPIC", "-pthread", f"-I{HERE}"]
+    subprocess.run([str(COMPILER), *flags, "-o", str(library), str(code)], check=True)
+    loaded = ctypes.CDLL(str(library))
+    return {kernel: getattr(loaded, f"go_{kernel}") for kernel in names}
+
+
+def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: Tensor | int | float | None) -> None:
+    kernel(*map(ctypes.c_int, blocks), *(compiling._cell(arg) for arg in args))
+
+
+def applies(*tensors: Tensor | None) -> bool:
+    return not compiling.is_plain()
