@@ -162,7 +162,8 @@ def configure(args: argparse.Namespace, row: str, lr: float | None, rounds: int 
         file.parent.mkdir(parents=True, exist_ok=True)
         made.save(file)
     tops = {"seed": TUNING_SEED if tuning else args.seed, "rounds": rounds, "precision": args.precision}
-    tops |= {"evaluate_every": max(1, rounds // 10), "checkpoint_every": max(1, rounds // 10)}
+    # while tuning, nobody looks before the end
+    tops |= {"evaluate_every": rounds if tuning else max(1, rounds // 10), "checkpoint_every": max(1, rounds // 10)}
     return load(tomllib.loads(config.to_toml()), {**tops, "partition.file": str(file)})
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedtailor.config import Local
 from fedtailor.engine import local as engine
 from fedtailor.engine.client import Client
+from fedtailor.engine.steps import Estimate
 from fedtailor.method import Task
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.nets.base import features
@@ -98,3 +99,26 @@ def test_a_network_built_without_weights_leaves_other_threads_theirs() -> None:
     assert mine.tolist() == [7.0] * 3
     assert drawn[0].tolist() == [1.0] * 3
     assert nn.init.ones_(torch.full((3,), 7.0)).tolist() == [1.0] * 3
+
+
+def test_statistics_taken_step_by_step_are_the_mean_over_batches() -> None:
+    """What the GPU engine captures, against two batches by hand and against the plain way."""
+    nets = [nn.Sequential(nn.BatchNorm2d(1), nn.Dropout(0.5), nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    batches = [torch.tensor([0.0, 2.0]).view(2, 1, 1, 1), torch.tensor([1.0, 7.0]).view(2, 1, 1, 1)]
+    nets[0].train()
+    estimate = Estimate(nets[0])
+    for batch in batches:
+        estimate.step(batch, torch.zeros(2))
+    estimate.close()
+    engine.recalibrate(nets[1], lambda i: (batches[i], torch.zeros(2)), 2)
+    first = nets[0][0]
+    assert isinstance(first, nn.BatchNorm2d)
+    found = {n: float(b) for n, b in first.named_buffers()}
+    assert found["running_mean"] == 2.5  # of 1 and 4
+    assert found["running_var"] == 10.0  # of 2 and 18
+    assert first.momentum == 0.1
+    assert nets[0].training
+    for ours, plain in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
+        if ours.is_floating_point():
+            torch.testing.assert_close(ours, plain)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost, parameters_of
-from .jobs import Fit, Job, Loop, Score
+from .jobs import Fit, Job, Loop, Recalibrate, Score
 from .local import Cannot, LocalEngine, Memory
 from .replay import FitSlot, Forward, LoopReplay, Replay, Step, no_garbage, on
 from .shelf import Shelf
 from .stack import StackSlot, stacking_pays
-from .steps import fit_step
+from .steps import Estimate, fit_step
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
 T = TypeVar("T")
@@ -172,7 +172,7 @@ class CudaEngine(LocalEngine):
 
     def _together(self, batch: list[Waiting]) -> dict[int, Any]:
         training = [w for w in batch if isinstance(w[2], (Fit, Loop)) and w[2].steps]
-        answers = self._train(training)
+        answers = self._train(training) | self._estimate(batch)
         hits: list[tuple[int, Tensor, int]] = []
         scores = [w for w in batch if isinstance(w[2], Score)]
         lanes = self._streams[: len(scores)]
@@ -193,6 +193,17 @@ class CudaEngine(LocalEngine):
             counts = self._read([count for _, count, _ in hits])
             answers |= {number: count / size for (number, _, size), count in zip(hits, counts, strict=True)}
         return answers
+
+    def _estimate(self, batch: list[Waiting]) -> dict[int, Any]:
+        """Normalisation statistics, as training that has no loss."""
+        jobs = [(number, label, job) for number, label, job in batch if isinstance(job, Recalibrate)]
+        estimates = [Estimate(job.net) for _, _, job in jobs]
+        try:
+            loops = [Loop(e.step, (job.stream,), job.batches) for e, (_, _, job) in zip(estimates, jobs, strict=True)]
+            return self._train([(number, label, loop) for (number, label, _), loop in zip(jobs, loops, strict=True)])
+        finally:
+            for estimate in estimates:
+                estimate.close()
 
     # training ---------------------------------------------------------------------------------------------------
 

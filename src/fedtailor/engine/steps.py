@@ -1,4 +1,4 @@
-"""One step of ordinary training, as a closure that updates the network in place."""
+"""One step of ordinary training, as a closure that updates the network in place; and one that takes statistics."""
 
 from __future__ import annotations
 
@@ -79,3 +79,37 @@ def reach(steps: int, momentum: float) -> float:
     if momentum == 1:
         return steps * (steps + 1) / 2
     return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
+
+
+class Estimate:
+    """Normalisation statistics of a network as the mean over batches, in steps that can be captured."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net, self.training = net, net.training
+        self.layers = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.momenta = [layer.momentum for layer in self.layers]
+        found = [(layer.running_mean, layer.running_var) for layer in self.layers]
+        self.running = [t for pair in found for t in pair if t is not None]
+        self.sums = [torch.zeros_like(t) for t in self.running]
+        self.count = torch.zeros((), device=self.running[0].device)
+        torch._foreach_zero_(self.running)
+        net.eval()
+        for layer in self.layers:
+            layer.train()
+            layer.momentum = 1.0  # what they hold after a pass is the batch's own
+
+    @torch.no_grad()
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        """One batch. Afterwards the network has the mean so far; there is no loss."""
+        with torch.autocast(images.device.type, enabled=False):
+            self.net(images)
+        self.count += 1
+        torch._foreach_add_(self.sums, self.running)
+        torch._foreach_copy_(self.running, torch._foreach_mul(self.sums, 1 / self.count))
+        return torch.zeros((), device=images.device)
+
+    def close(self) -> None:
+        """Puts the network back into its mode."""
+        for layer, momentum in zip(self.layers, self.momenta, strict=True):
+            layer.momentum = momentum
+        self.net.train(self.training)

@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(T)
         seen[c] = mean;
         seen[channels + c] = scale;
         if (running_mean) {
-            running_mean[c] += momentum * (mean - running_mean[c]);
-            running_var[c] += momentum * (variance * count / (count - 1) - running_var[c]);
+            running_mean[c] = (1.f - momentum) * running_mean[c] + momentum * mean;
+            running_var[c] = (1.f - momentum) * running_var[c] + momentum * (variance * count / (count - 1));
         }
     }
     const float w = weight ? weight[c] : 1.f, shift = bias ? bias[c] : 0.f;
