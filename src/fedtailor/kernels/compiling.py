@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -65,7 +66,9 @@ def _compile(source: str, names: tuple[str, ...], device: torch.device) -> Kerne
         torch.cuda.set_device(device.index or 0)
         made: Any = _cuda_load_module(_nvrtc_compile(source, names[0])[0], list(names))
         return made
-    except (ImportError, OSError, RuntimeError):  # another torch, or no compiler library beside it
+    except (ImportError, OSError, RuntimeError) as error:  # another torch, or no compiler library beside it
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warnings.warn(f"fedtailor's kernels cannot be made here, torch's own run instead ({reason})", stacklevel=2)
         return None
 
 
