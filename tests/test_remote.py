@@ -15,16 +15,17 @@ import torch
 from PIL import Image
 
 from fedtailor import values
-from fedtailor.config import Config
+from fedtailor.config import Config, load
+from fedtailor.data.sources import load as load_data
 from fedtailor.engine import crowd, remote
 from fedtailor.engine.crowd import Waiting
 from fedtailor.engine.site import Site
-from fedtailor.engine.wire import Parcel, pack, unpack
+from fedtailor.engine.wire import Parcel, Request, pack, unpack
 from fedtailor.errors import UserError
 from fedtailor.export.write import export_run
 from fedtailor.registry import lookup, names
 from fedtailor.report.html import write_report
-from fedtailor.runs.execute import Watcher, resume, start
+from fedtailor.runs.execute import Watcher, prepare, resume, start
 from fedtailor.runs.join import join, refit
 from fedtailor.runs.results import Results
 from fedtailor.runs.serve import serve
@@ -97,7 +98,7 @@ def require_same(served: Path, local: Path, sites: Path, clients: tuple[str, ...
         assert network_of(sites, name) == (local / "nets" / f"{i:06d}.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("method", [m for m in names("method") if m not in (*REAL, "perfedckt")])
+@pytest.mark.parametrize("method", [m for m in names("method") if m not in REAL])
 def test_every_method_gives_the_same_numbers_over_messages(method: str, tmp_path: Path) -> None:
     config = config_of(method, **(FEW if method in CELLS else {}))
     clients = NAMES[: config.clients]
@@ -106,9 +107,37 @@ def test_every_method_gives_the_same_numbers_over_messages(method: str, tmp_path
     require_same(served, local, tmp_path / "sites", clients)
 
 
-def test_a_public_set_needs_one_machine(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="on one machine"):
-        serve(config_of("perfedckt"), tmp_path / "served", MemoryPost(tmp_path / "sites", NAMES), NAMES)
+def test_a_public_set_of_the_servers_is_given_to_the_clients(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (90, 8, 8, 1), np.uint8)
+    np.savez(tmp_path / "noise.npz", images=images, labels=np.zeros(90, np.int64))
+    config = config_of("perfedckt", public__name=f"npz:{tmp_path / 'noise.npz'}", public__images=70)
+    local = start(config, tmp_path / "local", "cpu", 1)
+    served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", NAMES), NAMES)
+    require_same(served, local, tmp_path / "sites")
+    own = next((tmp_path / "sites").glob(f"{NAMES[0]}/*/run.json")).parent
+    assert prepare(load(own / "config.toml"), own / "partition.npz").job.public == 70  # the client's folder is whole
+
+
+def test_a_client_refuses_a_public_set_that_holds_its_own_images(tmp_path: Path) -> None:
+    config, said = config_of("perfedckt"), list[str]()
+    data = load_data("digits").images
+    site = Site(NAMES[0], tmp_path, say=said.append)
+    for images, problem in ((data[:500], "data"), (data[:500, :4], "data"), (255 - data[:500], "")):
+        hello = Request("run", "1", config.to_toml(), public=torch.from_numpy(images.copy()))
+        assert unpack(site.answer(hello.pack()))["problem"] == problem
+    assert "public images are this client's own" in said[0]
+    assert "have to be the same" in said[2]
+
+
+def test_a_run_goes_on_with_the_public_set_it_began_with(tmp_path: Path) -> None:
+    path = tmp_path / "noise.npz"
+    np.savez(path, images=np.zeros((20, 8, 8, 1), np.uint8), labels=np.zeros(20, np.int64))
+    config = config_of("perfedckt", public__name=f"npz:{path}", public__images=0)
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", NAMES), NAMES, watch=Listener(1, crash))
+    np.savez(path, images=np.ones((20, 8, 8, 1), np.uint8), labels=np.zeros(20, np.int64))
+    with pytest.raises(UserError, match="not the set that the run began with"):
+        serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", NAMES), NAMES)
 
 
 def test_held_out_clients_join_over_messages(tmp_path: Path) -> None:

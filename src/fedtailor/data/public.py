@@ -45,6 +45,29 @@ def public_images(wanted: Public, data: Dataset, deal: Partition, folder: Path |
                 f"public.name = '{wanted.name}': {shared} of its {len(found)} images are clients' own. What clients "
                 "hold is never public: give another set, or public.name = 'rest'."
             )
+    return _chosen(wanted, found, seed)
+
+
+def given_images(wanted: Public, folder: Path | None, seed: int) -> np.ndarray:
+    """The same for a server that has nobody's images: its clients look whether their own are among them."""
+    return _chosen(wanted, load(wanted.name, folder).images, seed)
+
+
+def require_foreign(images: np.ndarray, own: np.ndarray) -> None:
+    """Raises where a client that is given a public set holds some of it, or has images of another shape."""
+    if images.dtype != np.uint8 or images.shape[1:] != own.shape[1:]:
+        raise UserError(
+            f"the run's public images have shape {images.shape[1:]}, this client's {own.shape[1:]} "
+            "(height, width, channels). They have to be the same."
+        )
+    if shared := int(np.isin(_prints(images), _prints(own)).sum()):
+        raise UserError(
+            f"{shared} of the run's {len(images)} public images are this client's own. What clients hold is never "
+            "public: the server has to give another set."
+        )
+
+
+def _chosen(wanted: Public, found: np.ndarray, seed: int) -> np.ndarray:
     if wanted.images > len(found):
         raise UserError(f"public.images = {wanted.images}: there are only {len(found)}.")
     if wanted.images:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from .. import __version__
 from ..card import Message
 from ..errors import UserError
@@ -90,6 +92,7 @@ class Crowd:
         self.known: tuple[str, ...] = ()  # names of clients that have had their turn
         self.classes: tuple[str, ...] = ()  # of the run, and
         self.shape: tuple[int, ...] = ()  # the shape of its images, once they are known
+        self.public: Tensor | None = None  # the images of its public set, which newcomers are given
         self.late: dict[str, int] = {}  # rounds of which a memory was written after the deadline
         self.stale: list[Late] = []  # replies that came after the deadline
         self._pending: dict[str, Pending] = {}
@@ -139,7 +142,8 @@ class Crowd:
         ]
         for node in fresh:
             self._asked[node] = time.monotonic()
-        self._send({node: Request(self.run, new_number(), self.config, self.classes) for node in fresh}, "")
+        about = (self.config, self.classes)
+        self._send({node: Request(self.run, new_number(), *about, public=self.public) for node in fresh}, "")
 
     def gather(self, count: int, names: Collection[str] = ()) -> None:
         """Waits until so many clients (of these names, where they are given) are there."""

@@ -27,6 +27,7 @@ from ..data.dataset import Dataset
 from ..data.federation import Store, stores
 from ..data.partition import TEST, TRAIN, VAL, Partition
 from ..data.pixels import Reading
+from ..data.public import require_foreign, with_public
 from ..data.rules import split_of
 from ..data.sources import load as load_data
 from ..errors import UserError
@@ -53,6 +54,7 @@ from .wire import (
     unpack,
 )
 
+PUBLIC = "public.safetensors"
 PROBLEMS = {
     "request": "it did not accept the request",
     "data": "its data cannot be used",
@@ -84,6 +86,7 @@ class Desk:
     deal: Partition  # of them, into splits
     learn: Store
     test: Store
+    public: np.ndarray | None = None  # images of the public set
 
 
 class Site:
@@ -133,6 +136,7 @@ class Site:
         config = self._config(request.config)
         if request.seat is None:
             about = self._about(config, request.classes)
+            self._take_public(config, request)
             return Response(request.run, request.number, self.name, about=about)
         if request.seat.name != self.name:
             raise Refused(f"it is for '{request.seat.name}', this is '{self.name}'")
@@ -171,7 +175,8 @@ class Site:
         where = self.engine.device
         try:
             write_alone(
-                *(folder, config, desk.method, desk.own, desk.deal, seat, device, offered, kept, rows, where, facts)
+                *(folder, config, desk.method, desk.own, desk.deal, seat, device, offered, kept, rows, where, facts),
+                public=desk.public,
             )
         except UserError as error:
             raise Problem("disk", error) from error
@@ -198,7 +203,7 @@ class Site:
 
     def _client(self, desk: Desk, memory: dict[str, Any], round: int, keeping: bool = False) -> Client:
         train, val = (desk.learn.split(0, which) for which in (TRAIN, VAL))
-        return Client(desk.job, desk.seat, train, val, memory, round, self.engine, keeping)
+        return Client(desk.job, desk.seat, train, val, memory, round, self.engine, keeping, desk.learn.public)
 
     def _run(self, label: str, work: Any) -> Any:
         try:
@@ -285,6 +290,31 @@ class Site:
         versions = {"fedtailor": __version__, "torch": torch.__version__}
         return {"samples": samples, "shape": list(dataset.shape), "classes": list(dataset.classes), **versions}
 
+    def _take_public(self, config: Config, request: Request) -> None:
+        """Keeps the public set that a run brings along, unless some of it is this client's own."""
+        if request.public is None:
+            return
+        dataset = self._dataset(config)
+        own = dataset.images
+        if not self.data:
+            place, partition = self._share(config, dataset)
+            own = own[partition.owner == place]
+        try:
+            require_foreign(request.public.numpy(), own)
+        except UserError as error:
+            raise Problem("data", error) from error
+        folder = self.folder / _folder_name(request.run)
+        self._write(folder / PUBLIC, {"images": request.public})
+
+    def _public(self, config: Config, run: str) -> np.ndarray | None:
+        """The public set that the run has brought along; None where it has none."""
+        if not config.public.name:
+            return None
+        try:
+            return read_value(self.folder / _folder_name(run) / PUBLIC)["images"].numpy()
+        except UserError as error:
+            raise Problem("data", error) from error
+
     def _desk(self, config: Config, request: Request) -> Desk:
         key = (request.run, request.config, request.classes, request.seat)
         if key not in self._desks:
@@ -305,9 +335,13 @@ class Site:
             mine = np.flatnonzero(partition.owner == place)
             own, split = part_of(dataset, mine), partition.split[mine]
         deal = deal_of(own, split, request.run, self.name)
-        job = Job(seat.space, (seat,), config.clients, config.participants, config.rounds, config.seed, config.local)
+        public = self._public(config, request.run)
+        count = 0 if public is None else len(public)
+        plan = (config.clients, config.participants, config.rounds, config.seed, config.local)
+        job = Job(seat.space, (seat,), *plan, public=count)
         learn, test = stores(own, deal, self.engine.device)
-        return Desk(request.run, config, job, seat, config.make_method(), own, deal, learn, test)
+        learn = with_public(learn, public)
+        return Desk(request.run, config, job, seat, config.make_method(), own, deal, learn, test, public)
 
 
 def _name_in(table: object) -> str:

@@ -140,6 +140,7 @@ class Request:
     keep: int = 1  # how many versions of its memory the server may still come back to
     evaluate: Evaluate | None = None
     work: Work | None = None
+    public: Tensor | None = None  # the images of the run's public set, uint8 [N, H, W, C], for a client to keep
 
     def pack(self) -> Parcel:
         return pack(
@@ -166,6 +167,7 @@ class Request:
                     "memory": self.work.memory,
                     "joining": self.work.joining,
                 },
+                "public": self.public,
             }
         )
 
@@ -191,6 +193,7 @@ def read_request(value: Value, space_of: Callable[[str, tuple[int, int, int], in
                 int(evaluate["tune"]),
             ),
             work and Work(int(work["round"]), task_of(work["task"]), int(work["memory"]), bool(work["joining"])),
+            value["public"],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(f"it is no request of this package ({type(error).__name__}: {error})") from error

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import Config, Data
+from ..config import Config, Data, Public
 from ..data.dataset import Dataset
 from ..data.partition import Partition
 from ..engine.loop import Event, Memory
@@ -76,6 +76,7 @@ def write_alone(
     events: Sequence[Event],
     where: torch.device,
     facts: Mapping[str, Any],
+    public: np.ndarray | None = None,
 ) -> None:
     """Writes the folder. `config` is the run's, `seat` the client's place in it; here it is the only client."""
     out = out.resolve()
@@ -84,8 +85,12 @@ def write_alone(
     archs = str(out) if config.archs else ""  # the arch that it was given is that of its network
     alone = replace(config, clients=1, participants=1, data=data, archs=archs)
     one = Job(seat.space, (replace(seat, id=0),), 1, 1, config.rounds, config.seed, config.local)
+    if public is not None:
+        _write_arrays(out / "public.npz", images=public, labels=np.zeros(len(public), np.int64))
+        alone = replace(alone, public=Public(name=f"npz:{out / 'public.npz'}"))
+        one = replace(one, public=len(public))
     offered.write(out)
-    _write_arrays(out / "data.npz", own)
+    _write_arrays(out / "data.npz", images=own.images, labels=own.labels, classes=np.array(own.classes))
     deal.save(out / "partition.npz")
     write_bytes(out / "config.toml", alone.to_toml().encode())
     log = EventLog(out / "events.csv")
@@ -98,7 +103,7 @@ def write_alone(
     write_facts(out, told)
 
 
-def _write_arrays(path: Path, own: Dataset) -> None:
+def _write_arrays(path: Path, **arrays: np.ndarray) -> None:
     buffer = io.BytesIO()
-    np.savez(buffer, images=own.images, labels=own.labels, classes=np.array(own.classes))
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
     write_bytes(path, buffer.getvalue())

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ..card import Card
 from ..config import Config
 from ..config import load as load_config
+from ..data import partition as partitions
+from ..data.public import REST, given_images, public_images
+from ..data.sources import load as load_data
 from ..engine.crowd import Crowd, Post, Waiting, common_classes, roster
 from ..engine.remote import RemoteFederation
 from ..errors import UserError
@@ -47,12 +54,14 @@ def serve(
     else:
         require_free(out)
     method = config.make_method()
-    if config.public.name:
-        raise UserError("[public]: real clients cannot be given a public set yet. Run this config on one machine.")
+    public = public_set(config)
+    if old and public is not None and old.get("public_hash") != _digest(public):
+        raise UserError(f"public.name = '{config.public.name}' is not the set that the run began with.")
     if method.card == Card():
         raise UserError(f"method.name = '{config.method['name']}': it has no card that says what leaves a client.")
     run = old["served"] if old else run_name(config.method["name"])
     crowd = Crowd(post, run, config.to_toml(), watch.say, watch.clients, method.card.up)
+    crowd.public = public
     if old:
         crowd.expected = tuple(old["client_names"])
         crowd.gather(min(start_with or len(crowd.expected), len(crowd.expected)))
@@ -65,22 +74,43 @@ def serve(
     known = dict(zip(crowd.expected, old["samples"], strict=True)) if old else {}
 
     def job_for(samples: Sequence[int]) -> Job:
-        return make_job(config, crowd.expected, samples, shape, len(classes))[0]
+        found = make_job(config, crowd.expected, samples, shape, len(classes))[0]
+        return replace(found, public=0 if public is None else len(public))
 
     here = {name: member.about["samples"] for name, member in crowd.members.items()}
     samples = [here.get(name, known.get(name, 0)) for name in crowd.expected]
-    job, fleet = make_job(config, crowd.expected, samples, shape, len(classes))
+    job, fleet = job_for(samples), make_job(config, crowd.expected, samples, shape, len(classes))[1]
     method.check(job)
     device = torch.device("cpu")  # merging is light, and clients bring their own
     if not old:
         write_bytes(out / "config.toml", config.to_toml().encode())
         facts = common_facts(method, job, classes, device, command)
         new = config.make_partition().new_clients
+        facts |= {} if public is None else {"public_hash": _digest(public)}
         write_facts(out, {**facts, "served": run, "samples": samples, "new_clients": new})
     keep = 2 * cadence(config)[1] + 1  # versions of memories back to the older of two checkpoints
     rules = config.make_fleet()
     federation = RemoteFederation(job, method, fleet, rules, crowd, classes, waiting, keep, job_for)
     return drive(federation, config, job, out, device, watch)
+
+
+def public_set(config: Config) -> Tensor | None:
+    """The images that a served run gives its clients along: a set of the server's, or what the run's partition leaves
+    of its data set, where the clients have their shares of it."""
+    wanted, folder = config.public, Path(config.data.dir) if config.data.dir else None
+    if not wanted.name:
+        return None
+    if wanted.name != REST:
+        return torch.from_numpy(np.ascontiguousarray(given_images(wanted, folder, config.seed)))
+    data = load_data(config.data.name, folder, config.data.reading)
+    deal = partitions.make(data, config.make_partition(), config.clients, config.seed)
+    images = public_images(wanted, data, deal, folder, config.seed)
+    assert images is not None
+    return torch.from_numpy(np.ascontiguousarray(images))
+
+
+def _digest(public: Tensor) -> str:
+    return hashlib.sha256(public.numpy().tobytes()).hexdigest()
 
 
 def run_name(method: str) -> str:

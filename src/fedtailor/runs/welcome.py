@@ -19,7 +19,7 @@ from ..fleet import fleet as fleets
 from ..method import Job
 from .execute import Watcher, open_space, read_facts
 from .join import job_of, last_state, with_room
-from .serve import run_name
+from .serve import public_set, run_name
 
 
 def welcome(folder: Path, post: Post, count: int, profile: str = "", watch: Watcher | None = None) -> list[str]:
@@ -40,13 +40,16 @@ def welcome(folder: Path, post: Post, count: int, profile: str = "", watch: Watc
     asked = replace(config, data=data).to_toml()
     crowd = Crowd(post, run_name(config.method["name"]), asked, watch.say, watch.clients, method.card.up)
     crowd.known, crowd.classes, crowd.shape = tuple(facts["client_names"]), classes, space.input
+    crowd.public = public_set(config)
+    public = 0 if crowd.public is None else len(crowd.public)
     device = fleets.newcomer(rules, at, config.seed, profile)
     fleet = (*fleets.make(rules, at, config.seed), device)
 
     def take_in(name: str) -> None:
         def job_for(samples: Sequence[int]) -> Job:
             names = [n for n, _ in sizes] + [name]
-            return job_of(config, method, space, list(zip(names, samples, strict=True)), config.clients, fleet)
+            job = job_of(config, method, space, list(zip(names, samples, strict=True)), config.clients, fleet)
+            return replace(job, public=public)
 
         job = job_for([n for _, n in sizes] + [crowd.members[name].about["samples"]])
         state = with_room(last_state(folder, job, torch.device("cpu"), watch.say), job, method, at)
