@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,22 @@ def fedavg(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return start(config, tmp_path_factory.mktemp("fedavg") / "run", "cpu", 1)
 
 
-def test_a_run_with_a_public_set_takes_no_newcomers(newcomer: Path, tmp_path: Path) -> None:
+def test_a_newcomer_sees_the_public_set_and_fits_again_without_the_run(newcomer: Path, tmp_path: Path) -> None:
     run = start(config_of("perfedckt", "", rounds=2, clients=2), tmp_path / "run", "cpu", 1)
-    with pytest.raises(UserError, match=r"partition\.new_clients"):
-        _joins(run, newcomer, tmp_path / "out")
+    own = join(run, f"folder:{newcomer}", "berlin", tmp_path / "own", device="cpu", workers=1, say=SILENT)
+    shutil.rmtree(run)
+    refit(own, "berlin", "", tmp_path / "again", device="cpu", workers=1, say=SILENT)
 
 
-@pytest.mark.parametrize(
-    "method", [m for m in names("method") if lookup("method", m).needs == "net" and m != "perfedckt"]
-)
+def test_a_newcomer_with_pictures_of_the_public_set_is_refused(tmp_path: Path) -> None:
+    config = config_of("perfedckt", "", rounds=1, clients=2, public__name="rest", public__images=0)
+    run, owner = start(config, tmp_path / "run", "cpu", 1), Partition.load(tmp_path / "run" / "partition.npz").owner
+    photos = write_digits(tmp_path / "berlin", np.flatnonzero(owner < 0)[:60])
+    with pytest.raises(UserError, match="are this client's own"):
+        join(run, f"folder:{photos}", "berlin", tmp_path / "own", device="cpu", workers=1, say=SILENT)
+
+
+@pytest.mark.parametrize("method", [m for m in names("method") if lookup("method", m).needs == "net"])
 def test_a_newcomer_joins_every_method_with_a_net(method: str, newcomer: Path, tmp_path: Path) -> None:
     run = start(config_of(method, "", rounds=2, clients=2), tmp_path / "run", "cpu", 1)
     _joins(run, newcomer, tmp_path / "out")

@@ -149,7 +149,7 @@ def test_held_out_clients_join_over_messages(tmp_path: Path) -> None:
     assert len([r for r in rows(served) if ",test,new_accuracy," in r]) == 2
 
 
-@pytest.mark.parametrize("method", ["perfedrlnas", "fedrep", "pfedhn", "fedavg"])
+@pytest.mark.parametrize("method", ["perfedrlnas", "fedrep", "pfedhn", "fedavg", "perfedckt"])
 def test_a_newcomer_joins_a_served_run_as_it_joins_a_local_one(method: str, tmp_path: Path) -> None:
     """Search on the frozen supernet, a head of its own, a new embedding, a fine-tuned copy: bit for bit the same."""
     config = config_of(method, clients=2, participants=2, evaluate_every=2)

@@ -21,6 +21,7 @@ from ..data.dataset import UNSAID, Dataset, fingerprints
 from ..data.federation import Store, stores
 from ..data.partition import TEST, TRAIN, VAL, Partition, PartitionConfig
 from ..data.pixels import Reading, Target
+from ..data.public import REST, given_images, public_images, require_foreign, with_public
 from ..data.sources import load as load_data
 from ..engine.loop import Federation, State
 from ..errors import UserError, unknown
@@ -55,6 +56,7 @@ class Before:
     space: Space
     method: Method
     fleet: fleets.Fleet
+    public: np.ndarray | None  # images of its public set
 
     @staticmethod
     def read(folder: Path) -> Before:
@@ -65,16 +67,12 @@ class Before:
                 f"'fedtailor serve {folder} --onboard 1', and clients fit their networks again in their own folders."
             )
         config, partition = load_config(folder / "config.toml"), Partition.load(folder / "partition.npz")
-        if config.public.name:
-            raise UserError(
-                f"{folder} has a public set, which a client after the run cannot be given yet. Hold it out of the run "
-                "instead: partition.new_clients."
-            )
         if "devices" in facts:
             fleet = tuple(fleets.device_of(table) for table in facts["devices"])
         else:
             fleet = fleets.make(config.make_fleet(), len(partition.names), config.seed)
-        return Before(folder, config, facts, partition, open_space(folder), config.make_method(), fleet)
+        public = _public(folder, config, partition)
+        return Before(folder, config, facts, partition, open_space(folder), config.make_method(), fleet, public)
 
     @property
     def sizes(self) -> list[tuple[str, int]]:
@@ -82,15 +80,22 @@ class Before:
         return [(name, len(self.partition.indices(i, TRAIN))) for i, name in enumerate(self.partition.names)]
 
     def job(self, clients: Sequence[tuple[str, int]], fleet: fleets.Fleet) -> Job:
-        return job_of(self.config, self.method, self.space, clients, self.partition.clients, fleet)
+        public = 0 if self.public is None else len(self.public)
+        return job_of(self.config, self.method, self.space, clients, self.partition.clients, fleet, public)
 
 
 def job_of(
-    config: Config, method: Method, space: Space, clients: Sequence[tuple[str, int]], trained: int, fleet: fleets.Fleet
+    config: Config,
+    method: Method,
+    space: Space,
+    clients: Sequence[tuple[str, int]],
+    trained: int,
+    fleet: fleets.Fleet,
+    public: int = 0,
 ) -> Job:
     """The job of a run with clients of these names and numbers of training images, the first of whom trained."""
     seats = make_seats(config, space, clients, fleet)
-    job = Job(space, seats, trained, config.participants, config.rounds, config.seed, config.local)
+    job = Job(space, seats, trained, config.participants, config.rounds, config.seed, config.local, public=public)
     method.check(job)
     return job
 
@@ -245,6 +250,17 @@ def client_data(before: Before, source: str, name: str, data_dir: Path | None, s
     return Dataset(name_there, found.images, renumbered, tuple(classes), found.official_test, split=found.split)
 
 
+def _public(folder: Path, config: Config, partition: Partition) -> np.ndarray | None:
+    """The public set of the run, from where the run had it."""
+    wanted, where = config.public, Path(config.data.dir) if config.data.dir else None
+    if wanted.name != REST:
+        return given_images(wanted, where, config.seed) if wanted.name else None
+    data = load_data(data_of(folder, config), where, config.data.reading)
+    if data.hash != partition.dataset_hash:
+        raise UserError(f"{folder}: its public set was the rest of its data, which is not what it was any more.")
+    return public_images(wanted, data, partition, where, config.seed)
+
+
 def _normalised_as(before: Before) -> str:
     """The data set's name that normalisation goes by."""
     return before.facts.get("normalised_as", before.config.data.name)
@@ -312,6 +328,9 @@ def _finish(
     before, job, at = visit.before, visit.job, visit.at
     both = stores(visit.own, visit.deal, where)
     learn, test = (Store({(at, which): split for (_, which), split in s.ranges.items()}) for s in both)
+    if before.public is not None:
+        require_foreign(before.public, visit.own.images)
+        learn = with_public(learn, before.public)
     engine = make_engine(where, workers, "auto", before.config.precision, say)
     federation = Federation(job, before.method, learn, engine, (), before.config.make_fleet())
     seat = job.seats[at]
@@ -326,8 +345,8 @@ def _finish(
         "joined": {"run": before.folder.resolve().name, "source": visit.source},
         "normalised_as": _normalised_as(before),
     }
-    config, method = before.config, before.method
-    write_alone(out, config, method, visit.own, visit.deal, seat, visit.device, made_from, kept, events, where, facts)
+    made = (visit.own, visit.deal, seat, visit.device, made_from, kept, events, where, facts)
+    write_alone(out, before.config, before.method, *made, public=before.public)
 
 
 def _compared(before: Before, own: Dataset, deal: Partition, at: int, out: Path) -> dict[str, tuple[float, float]]:

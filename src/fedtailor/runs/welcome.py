@@ -48,8 +48,8 @@ def welcome(folder: Path, post: Post, count: int, profile: str = "", watch: Watc
     def take_in(name: str) -> None:
         def job_for(samples: Sequence[int]) -> Job:
             names = [n for n, _ in sizes] + [name]
-            job = job_of(config, method, space, list(zip(names, samples, strict=True)), config.clients, fleet)
-            return replace(job, public=public)
+            clients = list(zip(names, samples, strict=True))
+            return job_of(config, method, space, clients, config.clients, fleet, public)
 
         job = job_for([n for _, n in sizes] + [crowd.members[name].about["samples"]])
         state = with_room(last_state(folder, job, torch.device("cpu"), watch.say), job, method, at)
