@@ -46,6 +46,7 @@ from fedtailor.engine.flower.loopback import Loopback
 TWO = NAMES[:2]
 CONFIGS = {
     "fedrep": {"clients": 2, "local__epochs": 1.0},
+    "perfedckt": {"clients": 2},
     "perfedrlnas": {"clients": 2},
     # two steps at least: after one, the shared and the personal weights are still the same numbers
     "spider": {**FEW, "participants": 2, "local__epochs": 0.7, "local__bn": "recalibrate"},
@@ -70,7 +71,7 @@ class Recorder(GridPost):
         return found
 
 
-def test_three_methods_give_the_same_numbers_over_flower(tmp_path: Path) -> None:
+def test_methods_give_the_same_numbers_over_flower(tmp_path: Path) -> None:
     configs = {method: config_of(method, **changes) for method, changes in CONFIGS.items()}
     federation = Loopback(tmp_path / "fl", TWO)
     keys = server_folder(federation.keys)

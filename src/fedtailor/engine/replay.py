@@ -238,7 +238,7 @@ class LoopReplay(Replay):
 
     def __init__(self, job: Loop, lane: torch.cuda.Stream, precision: str) -> None:
         device = job.streams[0].split.labels.device
-        super().__init__([s.shape for s in job.streams], device, precision)
+        super().__init__([s.shape for s in job.streams], device, precision, min(CHUNK, job.steps))
         self.stream, self.nets = lane, job.nets
         for net in job.nets:
             net.train()
