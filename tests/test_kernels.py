@@ -16,7 +16,7 @@ from fedtailor.kernels import gates, norm
 from fedtailor.kernels.compiling import is_plain, plain
 from fedtailor.kernels.depthwise import Depthwise, Shape, depthwise
 from fedtailor.kernels.gates import channel_gates
-from fedtailor.kernels.norm import ACTS, batch_norm
+from fedtailor.kernels.norm import batch_norm
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no g++ here")
@@ -105,8 +105,7 @@ def test_kernels_compute_what_torch_computes(shape: tuple[int, ...], device: str
         assert float((mine - other).norm()) <= 5e-6 * float(other.norm()) + 1e-6
 
 
-@pytest.mark.parametrize("side", [2, 4, 9])
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("side", "stride"), [(2, 1), (4, 2), (9, 2)])
 def test_what_lies_beside_an_image_is_used_nowhere(side: int, stride: int, device: str) -> None:
     """Shared memory still holds what others left there, so first somebody leaves something that is no number."""
     dirt, filters = torch.full((2, 8, 32, 32), float("nan"), device=device), torch.ones(8, 1, 5, 5, device=device)
@@ -156,8 +155,17 @@ def normed(x: Tensor, parts: Parts, act: str) -> tuple[Tensor, Parts]:
     return y, running | dict(zip(names, torch.autograd.grad(y, inputs, torch.randn_like(y)), strict=True))
 
 
-@pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("shape", [(8, 3, 32, 32), (32, 5, 4, 4), (7, 3, 9, 13), (2, 8, 1, 1)])
+@pytest.mark.parametrize(
+    ("shape", "act"),
+    [
+        ((8, 3, 32, 32), "hswish"),
+        ((32, 5, 4, 4), "relu"),
+        ((32, 5, 4, 4), ""),
+        ((7, 3, 9, 13), "relu6"),
+        ((7, 3, 9, 13), "hswish"),
+        ((2, 8, 1, 1), ""),
+    ],
+)
 def test_norms_compute_what_torch_computes(shape: tuple[int, ...], act: str, device: str) -> None:
     torch.manual_seed(0)
     x = (3 * torch.randn(shape, device=device) + 5).requires_grad_()
