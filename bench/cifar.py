@@ -192,7 +192,11 @@ def best(tried: Sequence[Mapping[str, Any]]) -> float:
 
 def train(args: argparse.Namespace, row: str, clock: Clock) -> dict[str, Any] | None:
     """Runs a row or what is left of it; its result, or None where the time was too short."""
-    config = configure(args, row, rate(args, row))
+    lr = rate(args, row)
+    if lr is None:
+        print(f"{row}: its learning rate is not chosen yet. Run it with --tune first, or give --lr.", flush=True)
+        return None
+    config = configure(args, row, lr)
     name = f"{args.federation}-{row}-s{config.seed}-r{config.rounds}-lr{config.local.lr:g}-{config.precision}"
     folder = args.work / name
     if not folder.exists() and args.parts:
