@@ -34,7 +34,8 @@ class _Norm(torch.autograd.Function):
         y, seen = torch.empty_like(x), x.new_empty((2, x.shape[1]))
         size = math.prod(x.shape[2:])
         ctx.sizes = sizes = (x.shape[1], len(x), size, lanes(size))
-        launch(kernels["forward"], (x.shape[1], 1), THREADS, x, weight, bias, y, seen, *running, *sizes, momentum, eps)
+        rates = float(momentum), float(eps)
+        launch(kernels["forward"], (x.shape[1], 1), THREADS, x, weight, bias, y, seen, *running, *sizes, *rates)
         ctx.save_for_backward(x, weight, bias, seen)
         ctx.eps, ctx.act, ctx.kernels = eps, act, kernels
         return y
