@@ -55,7 +55,11 @@ def test_a_newcomer_sees_the_public_set_and_fits_again_without_the_run(newcomer:
     run = start(config_of("perfedckt", "", rounds=2, clients=2), tmp_path / "run", "cpu", 1)
     own = join(run, f"folder:{newcomer}", "berlin", tmp_path / "own", device="cpu", workers=1, say=SILENT)
     shutil.rmtree(run)
-    refit(own, "berlin", "", tmp_path / "again", device="cpu", workers=1, say=SILENT)
+    _, compared = refit(own, "berlin", "", tmp_path / "again", epochs=0, device="cpu", workers=1, say=SILENT)
+    assert compared.keys() == {"val", "test"}
+    (own / "public.npz").unlink()
+    with pytest.raises(UserError, match=r"public\.npz"):
+        refit(own, "berlin", "", tmp_path / "once more", epochs=0, device="cpu", workers=1, say=SILENT)
 
 
 def test_a_newcomer_with_pictures_of_the_public_set_is_refused(tmp_path: Path) -> None:

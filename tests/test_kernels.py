@@ -16,7 +16,7 @@ from fedtailor.kernels import gates, norm
 from fedtailor.kernels.compiling import is_plain, plain
 from fedtailor.kernels.depthwise import Depthwise, Shape, depthwise
 from fedtailor.kernels.gates import channel_gates
-from fedtailor.kernels.norm import batch_norm
+from fedtailor.kernels.norm import Rule, batch_norm
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no g++ here")
@@ -149,7 +149,7 @@ Parts = dict[str, Tensor]
 def normed(x: Tensor, parts: Parts, act: str) -> tuple[Tensor, Parts]:
     """Output, new statistics and gradients of a norm in training."""
     running = {"mean": torch.full_like(parts["weight"], 0.3), "variance": torch.full_like(parts["weight"], 2.0)}
-    y = batch_norm(x, parts["weight"], parts["bias"], (running["mean"], running["variance"]), 0.1, 1e-5, act)
+    y = batch_norm(x, parts["weight"], parts["bias"], Rule((running["mean"], running["variance"]), 0.1, 1e-5, act))
     torch.manual_seed(2)
     names, inputs = ("x", *parts), (x, *parts.values())
     return y, running | dict(zip(names, torch.autograd.grad(y, inputs, torch.randn_like(y)), strict=True))
@@ -185,7 +185,7 @@ def test_norms_without_weights_and_twice_differentiated(device: str) -> None:
     x = torch.randn(8, 4, 6, 6, device=device, requires_grad=True)
 
     def twice() -> tuple[Tensor, Tensor]:
-        y = batch_norm(x, None, None, (None, None), 0.1, 1e-5, "relu")
+        y = batch_norm(x, None, None, Rule((None, None), 0.1, 1e-5, "relu"))
         (once,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
         return y, torch.autograd.grad((once**2).sum(), x)[0]
 
@@ -220,4 +220,4 @@ def test_gates_compute_what_torch_computes(shape: tuple[int, ...], device: str) 
 def test_one_value_a_channel_cannot_be_normalised(device: str) -> None:
     x = torch.randn(1, 4, 1, 1, device=device)
     with pytest.raises(ValueError, match="more than 1 value"):
-        batch_norm(x, None, None, (None, None), 0.1, 1e-5)
+        batch_norm(x, None, None, Rule((None, None), 0.1, 1e-5))

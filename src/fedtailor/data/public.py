@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,9 +49,14 @@ def public_images(wanted: Public, data: Dataset, deal: Partition, folder: Path |
     return _chosen(wanted, found, seed)
 
 
-def given_images(wanted: Public, folder: Path | None, seed: int) -> np.ndarray:
-    """The same for a server that has nobody's images: its clients look whether their own are among them."""
-    return _chosen(wanted, load(wanted.name, folder).images, seed)
+def given_images(
+    wanted: Public, folder: Path | None, seed: int, dealt: Callable[[], tuple[Dataset, Partition]]
+) -> np.ndarray | None:
+    """The same for who has no client's images: clients look whether their own are among them. The run's data and its
+    partition are asked for only where the set is their rest."""
+    if wanted.name == REST:
+        return public_images(wanted, *dealt(), folder, seed)
+    return _chosen(wanted, load(wanted.name, folder).images, seed) if wanted.name else None
 
 
 def require_foreign(images: np.ndarray, own: np.ndarray) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -85,6 +85,13 @@ def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: Tensor | i
     failed = _driver().cuLaunchKernel(kernel.func, *blocks, 1, threads, 1, 1, 0, stream, pointers, None)
     if failed:
         raise RuntimeError(f"CUDA error: a kernel could not be launched (error {failed} of the driver)")
+
+
+def gradients(y: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
+    """Gradients that can be differentiated again, of what torch computed in a kernel's place."""
+    wanted = [t for t, wants in zip(inputs, needed, strict=True) if wants and t is not None]
+    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+    return [next(found) if wants else None for wants in needed]
 
 
 @lru_cache(maxsize=1)

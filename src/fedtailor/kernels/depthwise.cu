@@ -44,10 +44,33 @@ __device__ inline void fill(float* tile, Value value) {
     __syncthreads();
 }
 
+template <int SIZE>
+__device__ inline void read_column(const float* from, float (&column)[SIZE]) {
+#pragma unroll
+    for (int j = 0; j < SIZE; ++j) column[j] = from[j * PW];
+}
+
+// Adds a filter's product with what lies below and right of a corner of the tile to a strip; TURNED: of the filter
+// turned around.
+template <int STRIDE, bool TURNED>
+__device__ inline void convolve(const float* filter, const float* corner, float (&sum)[Q]) {
+#pragma unroll
+    for (int kx = 0; kx < K; ++kx) {
+        float column[(Q - 1) * STRIDE + (K - 1) * D + 1];
+        read_column(corner + kx * D, column);
+#pragma unroll
+        for (int ky = 0; ky < K; ++ky) {
+            const float v = filter[TURNED ? K * K - 1 - ky * K - kx : ky * K + kx];
+#pragma unroll
+            for (int q = 0; q < Q; ++q) sum[q] += v * column[q * STRIDE + ky * D];
+        }
+    }
+}
+
 // y[n, m * C + c] = x[n, c] * w[m * C + c]
 extern "C" __global__ void __launch_bounds__(T) forward(const float* __restrict__ x, const float* __restrict__ w,
                                                          float* __restrict__ y, int channels, int planes) {
-    constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW, REACH = (Q - 1) * S + (K - 1) * D + 1;
+    constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW;
     __shared__ float tile[TILE];
     const int first = blockIdx.x * P;
     fill(tile, [&](int p, int place) { return first + p < planes ? padded(x + (first + p) * (H * W), place) : 0.f; });
@@ -55,21 +78,8 @@ extern "C" __global__ void __launch_bounds__(T) forward(const float* __restrict_
         const int p = i / (M * ITEMS), m = i / ITEMS % M, r = i % ITEMS / OW * Q, c = i % OW;
         if (first + p >= planes) break;
         const int image = (first + p) / channels, channel = m * channels + (first + p) % channels;
-        const float* f = w + channel * (K * K);
         float sum[Q] = {};
-#pragma unroll
-        for (int kx = 0; kx < K; ++kx) {
-            const float* from = tile + p * PLANE + r * S * PW + c * S + kx * D;
-            float column[REACH];
-#pragma unroll
-            for (int j = 0; j < REACH; ++j) column[j] = from[j * PW];
-#pragma unroll
-            for (int ky = 0; ky < K; ++ky) {
-                const float v = f[ky * K + kx];
-#pragma unroll
-                for (int q = 0; q < Q; ++q) sum[q] += v * column[q * S + ky * D];
-            }
-        }
+        convolve<S, false>(w + channel * (K * K), tile + p * PLANE + r * S * PW + c * S, sum);
         float* to = y + ((image * M * channels + channel) * OH + r) * OW + c;
 #pragma unroll
         for (int q = 0; q < Q; ++q)
@@ -81,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(T) forward(const float* __restrict_
 extern "C" __global__ void __launch_bounds__(T) images(const float* __restrict__ dy, const float* __restrict__ w,
                                                         const float* __restrict__ x, float* __restrict__ dx,
                                                         int channels, int planes) {
-    constexpr int STRIPS = (H + Q - 1) / Q, ITEMS = STRIPS * W, REACH = Q - 1 + (K - 1) * D + 1;
+    constexpr int STRIPS = (H + Q - 1) / Q, ITEMS = STRIPS * W;
     constexpr int ROUNDS = (P * ITEMS + T - 1) / T;
     __shared__ float tile[TILE];
     const int first = blockIdx.x * P;
@@ -97,20 +107,8 @@ extern "C" __global__ void __launch_bounds__(T) images(const float* __restrict__
             const int i = threadIdx.x + round * T;
             const int p = i / ITEMS, r = i % ITEMS / W * Q, c = i % W;
             if (p >= P || first + p >= planes) break;
-            const float* f = w + (m * channels + (first + p) % channels) * (K * K);
-#pragma unroll
-            for (int kx = 0; kx < K; ++kx) {
-                const float* from = tile + p * PLANE + r * PW + c + (K - 1 - kx) * D;
-                float column[REACH];
-#pragma unroll
-                for (int j = 0; j < REACH; ++j) column[j] = from[j * PW];
-#pragma unroll
-                for (int ky = 0; ky < K; ++ky) {
-                    const float v = f[ky * K + kx];
-#pragma unroll
-                    for (int q = 0; q < Q; ++q) sum[round][q] += v * column[q + (K - 1 - ky) * D];
-                }
-            }
+            const float* filter = w + (m * channels + (first + p) % channels) * (K * K);
+            convolve<1, true>(filter, tile + p * PLANE + r * PW + c, sum[round]);
         }
     }
 #pragma unroll
@@ -128,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(T) images(const float* __restrict__
 // The gradient of the filters. A block has one filter and every gridDim.y-th group of P images; dw has a row for each.
 extern "C" __global__ void __launch_bounds__(T) filters(const float* __restrict__ dy, const float* __restrict__ x,
                                                          float* __restrict__ dw, int channels, int batch) {
-    constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW, REACH = (Q - 1) * S + (K - 1) * D + 1;
+    constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW;
     __shared__ float tile[TILE];
     __shared__ float parts[T / 32][K * K];
     const int filter = blockIdx.x, channel = filter % channels;
@@ -147,10 +145,8 @@ extern "C" __global__ void __launch_bounds__(T) filters(const float* __restrict_
             for (int q = 0; q < Q; ++q) g[q] = r + q < OH ? from[q * OW] : 0.f;
 #pragma unroll
             for (int kx = 0; kx < K; ++kx) {
-                const float* seen = tile + p * PLANE + r * S * PW + c * S + kx * D;
-                float column[REACH];
-#pragma unroll
-                for (int j = 0; j < REACH; ++j) column[j] = seen[j * PW];
+                float column[(Q - 1) * S + (K - 1) * D + 1];
+                read_column(tile + p * PLANE + r * S * PW + c * S + kx * D, column);
 #pragma unroll
                 for (int ky = 0; ky < K; ++ky)
 #pragma unroll

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compiling import Kernels, applies, compiled, launch
+from .compiling import Kernels, applies, compiled, gradients, launch
 
 THREADS = 128
 SHARED = 48 << 10  # bytes of shared memory that any card gives a block
@@ -77,15 +77,13 @@ class _Depthwise(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         shape, kernels = ctx.shape, ctx.kernels
         (n, c), dy, dx, dw = x.shape[:2], grads[0].contiguous(), None, None
         if torch.is_grad_enabled():  # somebody differentiates twice
-            wanted = [t for t, needed in zip((x, weight), ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(_by_torch(x, weight, shape), wanted, dy, create_graph=True))
-            dx, dw = (next(found) if needed else None for needed in ctx.needs_input_grad[:2])
-            return dx, dw, None, None
+            needed = ctx.needs_input_grad[:2]
+            return *gradients(_by_torch(x, weight, shape), (x, weight), needed, dy), None, None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x)
             launch(kernels["images"], (math.ceil(n * c / shape.planes), 1), THREADS, dy, weight, x, dx, c, n * c)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .compiling import Kernels, applies, compiled, launch
+from .compiling import Kernels, applies, compiled, gradients, launch
 from .norm import lanes, values
 
 THREADS = 512
@@ -33,9 +33,8 @@ class _Gates(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, w1, b1, w2, b2, mean, hidden, z = ctx.saved_tensors
         if torch.is_grad_enabled():  # somebody differentiates twice
-            wanted = [t for t, needed in zip((x, w1, b1, w2, b2), ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(_by_torch(x, w1, b1, w2, b2), wanted, grads[0], create_graph=True))
-            return (*(next(found) if needed else None for needed in ctx.needs_input_grad[:5]), None)
+            inputs = (x, w1, b1, w2, b2)
+            return *gradients(_by_torch(*inputs), inputs, ctx.needs_input_grad[:5], grads[0]), None
         dy, kernels, (blocks, *sizes) = grads[0].contiguous(), ctx.kernels, ctx.planes
         (many, few), dz, dx = w2.shape, torch.empty_like(z), torch.empty_like(x)
         launch(kernels["slopes"], blocks, THREADS, dy, x, z, dz, *sizes)

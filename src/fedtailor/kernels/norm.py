@@ -3,60 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compiling import Kernels, applies, compiled, launch
+from .compiling import Kernels, applies, compiled, gradients, launch
 
 THREADS = 512
 LARGEST = 1 << 17  # values of a channel that one block should read
 ACTS = {"": 0, "relu": 1, "relu6": 2, "hswish": 3}
-_BY_TORCH = {"": lambda x: x, "relu": F.relu, "relu6": F.relu6, "hswish": F.hardswish}
+_ACTS_OF_TORCH = {"": lambda x: x, "relu": F.relu, "relu6": F.relu6, "hswish": F.hardswish}
+
+
+class Rule(NamedTuple):
+    """How to normalise: running statistics to move on, how far, what to add to variances, what follows."""
+
+    running: tuple[Tensor | None, Tensor | None]
+    momentum: float
+    eps: float
+    act: str = ""  # one of ACTS
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running: tuple[Tensor | None, Tensor | None],
-        momentum: float,
-        eps: float,
-        act: str,
-        kernels: Kernels,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule, kernels: Kernels
     ) -> Tensor:
         y, seen = torch.empty_like(x), x.new_empty((2, x.shape[1]))
         size = math.prod(x.shape[2:])
         ctx.sizes = sizes = (x.shape[1], len(x), size, lanes(size))
-        rates = float(momentum), float(eps)
-        launch(kernels["forward"], (x.shape[1], 1), THREADS, x, weight, bias, y, seen, *running, *sizes, *rates)
+        rates = float(rule.momentum), float(rule.eps)
+        launch(kernels["forward"], (x.shape[1], 1), THREADS, x, weight, bias, y, seen, *rule.running, *sizes, *rates)
         ctx.save_for_backward(x, weight, bias, seen)
-        ctx.eps, ctx.act, ctx.kernels = eps, act, kernels
+        ctx.rule, ctx.kernels = rule, kernels
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, bias, seen = ctx.saved_tensors
         if torch.is_grad_enabled():  # somebody differentiates twice
-            y = _BY_TORCH[ctx.act](F.batch_norm(x, None, None, weight, bias, True, 0.0, ctx.eps))
-            wanted = [t for t, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(y, wanted, grads[0], create_graph=True))
-            return (*(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), *[None] * 5)
+            y = _by_torch(x, weight, bias, ctx.rule._replace(running=(None, None)))
+            return *gradients(y, (x, weight, bias), ctx.needs_input_grad[:3], grads[0]), None, None
         dx, both = torch.empty_like(x), None if weight is None else torch.empty_like(seen)
         dweight, dbias = (None, None) if both is None else both.unbind()
-        launch(
-            ctx.kernels["backward"],
-            (x.shape[1], 1),
-            THREADS,
-            *(grads[0].contiguous(), x, weight, bias, seen, dx, dweight, dbias, *ctx.sizes),
-        )
-        return dx, dweight, dbias, *[None] * 5
+        tensors = (grads[0].contiguous(), x, weight, bias, seen, dx, dweight, dbias)
+        launch(ctx.kernels["backward"], (x.shape[1], 1), THREADS, *tensors, *ctx.sizes)
+        return dx, dweight, dbias, None, None
 
 
 def lanes(size: int) -> int:
@@ -70,24 +64,19 @@ def values(size: int) -> int:
     return 4 if size % 4 == 0 else 1
 
 
-def batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running: tuple[Tensor | None, Tensor | None],
-    momentum: float,
-    eps: float,
-    act: str = "",
-) -> Tensor:
-    """A training step's normalisation of [images, channels, height, width] and one of the activations in ACTS."""
+def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule) -> Tensor:
+    """A training step's normalisation of [images, channels, height, width], and what follows it."""
     size = math.prod(x.shape[2:])
-    if applies(x, weight, bias, *running) and 1 < len(x) * size <= LARGEST:
-        kinds = {"ACT": ACTS[act], "V": values(size), "T": THREADS}
+    if applies(x, weight, bias, *rule.running) and 1 < len(x) * size <= LARGEST and (weight is None) == (bias is None):
+        kinds = {"ACT": ACTS[rule.act], "V": values(size), "T": THREADS}
         kernels = compiled("norm", ("forward", "backward"), x.device, **kinds)
-        if kernels is not None and (weight is None) == (bias is None):
-            norm: Callable[..., Tensor] = _Norm.apply  # type: ignore[assignment]
-            return norm(x.contiguous(), weight, bias, running, momentum, eps, act, kernels)
-    return _BY_TORCH[act](F.batch_norm(x, *running, weight, bias, True, momentum, eps))
+        if kernels is not None:
+            return _Norm.apply(x.contiguous(), weight, bias, rule, kernels)  # type: ignore[return-value]
+    return _by_torch(x, weight, bias, rule)
+
+
+def _by_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule) -> Tensor:
+    return _ACTS_OF_TORCH[rule.act](F.batch_norm(x, *rule.running, weight, bias, True, rule.momentum, rule.eps))
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -95,6 +84,6 @@ class BatchNorm(nn.BatchNorm2d):
 
     def forward(self, input: Tensor, act: str = "") -> Tensor:
         if input.is_cuda and self.training and self.momentum is not None and self.num_batches_tracked is None:
-            running = self.running_mean, self.running_var
-            return batch_norm(input, self.weight, self.bias, running, self.momentum, self.eps, act)
-        return _BY_TORCH[act](super().forward(input))
+            rule = Rule((self.running_mean, self.running_var), self.momentum, self.eps, act)
+            return batch_norm(input, self.weight, self.bias, rule)
+        return _ACTS_OF_TORCH[act](super().forward(input))

@@ -22,12 +22,12 @@ from torch import nn
 
 from ..card import LOSS, Message
 from ..engine.client import Client
-from ..errors import UserError
 from ..method import Card, Job, Reply, Server, Task
 from ..options import Count, NonNegative, Positive
 from ..registry import register
-from ..search.perturbation import Schedule, Search, accuracy, cells_of, decide, network, require_supernet, require_val
-from ..search.spider_milenas import discrete, is_relaxed, mixture, relaxed, train_relaxed
+from ..search import perturbation
+from ..search.perturbation import Schedule, Search, accuracy, cells_of, decide, network
+from ..search.spider_milenas import discrete, is_relaxed, mixture, relaxed, require_relaxable, train_relaxed
 from ..spaces.base import Space, Weights, paste
 from ..spaces.darts import Darts, Keep
 from .fedavg import FedAvg
@@ -36,9 +36,7 @@ from .fedavg import FedAvg
 @register("method", "spider")
 @dataclass(frozen=True)
 class Spider(FedAvg):
-    paper: ClassVar[str] = (
-        "Mushtaq et al., Distributed Architecture Search Over Heterogeneous Distributions, TMLR 2023, Algorithms 1-2"
-    )
+    paper: ClassVar[str] = "Mushtaq et al., Distributed Architecture Search Over Heterogeneous Distributions, TMLR 2023"
     deviations: ClassVar[tuple[str, ...]] = (
         "an edge keeps the operation whose removal lowers accuracy most, as the text says; Algorithm 2, line 8 has it "
         "the other way round",
@@ -77,22 +75,14 @@ class Spider(FedAvg):
         return issubclass(space, Darts)
 
     def check(self, job: Job) -> None:
-        require_supernet(job, self.name)
+        perturbation.require_supernet(job, self.name)
         self._schedule(job.rounds).check(job.rounds)
-        bound = 2 * (1 + job.local.momentum) / job.local.lr  # where SGD on lambda/2 * |v|^2 begins to diverge
-        if bound <= self.lamda < math.inf and job.local.optimizer == "sgd":
-            raise UserError(
-                f"method.lamda = {self.lamda:g}: steps of local.lr = {job.local.lr:g} overshoot from {bound:g} on. "
-                "Lower it, or take inf, which keeps v_k at the received weights."
-            )
-        if self.searcher == "milenas" and (self.lamda == math.inf or self.search_rounds >= job.rounds):
-            raise UserError(
-                f"method.searcher = 'milenas' needs a finite method.lamda (it is {self.lamda:g}) and fewer "
-                f"search_rounds (it is {self.search_rounds}) than the run's {job.rounds} rounds."
-            )
+        perturbation.require_gentle(job, self.lamda)
+        if self.searcher == "milenas":
+            require_relaxable(job, self.lamda, self.search_rounds)
 
     async def work(self, task: Task, client: Client) -> Reply:  # Algorithm 1, ClientLocalSearch
-        require_val(client)
+        perturbation.require_val(client)
         # Line 17 comes before line 10, and line 18 sees the same batches after both. No update reads the other's, so
         # this is the paper's alternation; and what is sent is there before anything private is touched.
         net = network(client, task.weights, cells_of(client.space).full_keep)

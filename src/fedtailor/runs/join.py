@@ -21,7 +21,7 @@ from ..data.dataset import UNSAID, Dataset, fingerprints
 from ..data.federation import Store, stores
 from ..data.partition import TEST, TRAIN, VAL, Partition, PartitionConfig
 from ..data.pixels import Reading, Target
-from ..data.public import REST, given_images, public_images, require_foreign, with_public
+from ..data.public import given_images, require_foreign, with_public
 from ..data.sources import load as load_data
 from ..engine.loop import Federation, State
 from ..errors import UserError, unknown
@@ -252,13 +252,15 @@ def client_data(before: Before, source: str, name: str, data_dir: Path | None, s
 
 def _public(folder: Path, config: Config, partition: Partition) -> np.ndarray | None:
     """The public set of the run, from where the run had it."""
-    wanted, where = config.public, Path(config.data.dir) if config.data.dir else None
-    if wanted.name != REST:
-        return given_images(wanted, where, config.seed) if wanted.name else None
-    data = load_data(data_of(folder, config), where, config.data.reading)
-    if data.hash != partition.dataset_hash:
-        raise UserError(f"{folder}: its public set was the rest of its data, which is not what it was any more.")
-    return public_images(wanted, data, partition, where, config.seed)
+    where = Path(config.data.dir) if config.data.dir else None
+
+    def dealt() -> tuple[Dataset, Partition]:
+        data = load_data(data_of(folder, config), where, config.data.reading)
+        if data.hash != partition.dataset_hash:
+            raise UserError(f"{folder}: its public set was the rest of its data, which is not what it was any more.")
+        return data, partition
+
+    return given_images(config.public, where, config.seed, dealt)
 
 
 def _normalised_as(before: Before) -> str:

@@ -17,7 +17,8 @@ from ..card import Card
 from ..config import Config
 from ..config import load as load_config
 from ..data import partition as partitions
-from ..data.public import REST, given_images, public_images
+from ..data.dataset import Dataset
+from ..data.public import given_images
 from ..data.sources import load as load_data
 from ..engine.crowd import Crowd, Post, Waiting, common_classes, roster
 from ..engine.remote import RemoteFederation
@@ -97,16 +98,14 @@ def serve(
 def public_set(config: Config) -> Tensor | None:
     """The images that a served run gives its clients along: a set of the server's, or what the run's partition leaves
     of its data set, where the clients have their shares of it."""
-    wanted, folder = config.public, Path(config.data.dir) if config.data.dir else None
-    if not wanted.name:
-        return None
-    if wanted.name != REST:
-        return torch.from_numpy(np.ascontiguousarray(given_images(wanted, folder, config.seed)))
-    data = load_data(config.data.name, folder, config.data.reading)
-    deal = partitions.make(data, config.make_partition(), config.clients, config.seed)
-    images = public_images(wanted, data, deal, folder, config.seed)
-    assert images is not None
-    return torch.from_numpy(np.ascontiguousarray(images))
+    folder = Path(config.data.dir) if config.data.dir else None
+
+    def dealt() -> tuple[Dataset, partitions.Partition]:
+        data = load_data(config.data.name, folder, config.data.reading)
+        return data, partitions.make(data, config.make_partition(), config.clients, config.seed)
+
+    images = given_images(config.public, folder, config.seed, dealt)
+    return None if images is None else torch.from_numpy(np.ascontiguousarray(images))
 
 
 def _digest(public: Tensor) -> str:

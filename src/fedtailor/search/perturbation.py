@@ -9,6 +9,7 @@ method: a client alone (SPIDER), or all of them together (global-perturbation).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -52,6 +53,16 @@ def require_supernet(job: Job, method: str) -> None:
                 f"client '{seat.name}': method.name = '{method}' trains the whole supernet on every client, and its "
                 f"budget does not allow {why}. Raise fleet.budget, lower local.batch, or choose a smaller space."
             )
+
+
+def require_gentle(job: Job, pull: float) -> None:
+    """Raises `UserError` where steps overshoot what a network is pulled towards; an infinite pull takes no steps."""
+    bound = 2 * (1 + job.local.momentum) / job.local.lr  # where SGD on pull/2 * |v|^2 begins to diverge
+    if bound <= pull < math.inf and job.local.optimizer == "sgd":
+        raise UserError(
+            f"method.lamda = {pull:g}: steps of local.lr = {job.local.lr:g} overshoot from {bound:g} on. Lower it, or "
+            "take inf, which keeps v_k at the received weights."
+        )
 
 
 def require_val(client: Client) -> None:

@@ -8,6 +8,7 @@ While the search lasts v carries α under its names in the mixture, and so goes 
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
@@ -15,12 +16,22 @@ import torch
 from ..engine.client import Client
 from ..engine.jobs import Measured
 from ..engine.steps import pull_
-from ..method import Task
+from ..errors import UserError
+from ..method import Job, Task
 from ..nets.darts import ALPHA, Mixture, mixture_of
 from ..spaces.base import Weights
 from ..spaces.darts import Keep
 from .milenas import PASSES, milenas_step
 from .perturbation import cells_of
+
+
+def require_relaxable(job: Job, lamda: float, search_rounds: int) -> None:
+    """Raises `UserError` where there is no v of the client's own to relax, or no round left after the search."""
+    if lamda == math.inf or search_rounds >= job.rounds:
+        raise UserError(
+            f"method.searcher = 'milenas' needs a finite method.lamda (it is {lamda:g}) and fewer search_rounds (it is "
+            f"{search_rounds}) than the run's {job.rounds} rounds."
+        )
 
 
 def is_relaxed(v: Weights) -> bool:

@@ -7,6 +7,7 @@ one norm, every layer runs once for all of them. The numbers are those of the ch
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import cast
 
@@ -15,17 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.depthwise import Depthwise, depthwise
-from ..kernels.norm import batch_norm
+from ..kernels.norm import Rule, batch_norm
 
 Chain = nn.Sequential  # of ReLU, always before Depthwise, Conv2d without bias, BatchNorm2d and GroupNorm
 
 
-class SideBySide(nn.Module):
+class SideBySide(nn.Module, ABC):
     """A module that computes several of its layers as one."""
 
+    @abstractmethod
     def lay(self) -> None:
         """Called when the module is at its place, on its device."""
-        raise NotImplementedError
 
 
 def abreast(chains: Sequence[Chain], x: Tensor) -> list[Tensor]:
@@ -67,7 +68,7 @@ def norm_abreast(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     mean, variance = _joined(layers, "running_mean"), _joined(layers, "running_var")
     if not first.training:
         return F.batch_norm(x, mean, variance, weight, bias, mean is None, 0.0, first.eps)
-    y = batch_norm(x, weight, bias, (mean, variance), first.momentum, first.eps)
+    y = batch_norm(x, weight, bias, Rule((mean, variance), first.momentum, first.eps))
     if first.momentum and mean is not None and variance is not None:
         _give_back(layers, "running_mean", mean)
         _give_back(layers, "running_var", variance)
