@@ -24,7 +24,7 @@ from fedtailor.runs.execute import choose_device, prepare
 COMMON = {
     "data.name": "cifar10",
     "clients": 20,
-    "participants": 5,
+    "participants": 3,
     "partition.name": "dirichlet-client",
     "partition.alpha": 0.5,
     "partition.samples": 500,
@@ -40,7 +40,8 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "perfedrlnas": {"method.name": "perfedrlnas", "space.name": "mobilenetv3", "local.bn": "recalibrate"},
     "fedavg": {"method.name": "fedavg-ft", "net.name": "mobilenetv3_large"},
     "ditto": {"method.name": "ditto", "net.name": "cnn", "net.width": 32},
-    "spider": {"method.name": "spider", "space.name": "darts", "space.variant": "s2", "space.channels": 8},
+    "spider": {"method.name": "spider", "space.name": "darts", "space.variant": "s2"}
+    | {"space.channels": 4, "space.cells": 3},
 }
 WAYS = (("eager", "fp32"), ("auto", "fp32"), ("auto", "tf32"), ("auto", "bf16"))
 

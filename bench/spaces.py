@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from fedtailor.seeds import rng_of
-from fedtailor.spaces.base import Arch, Weights, paste
+from fedtailor.spaces.base import Arch, Weights
 from fedtailor.spaces.mobilenetv3 import MobileNetV3
+from fedtailor.spaces.pasting import paste
 
 PARTICIPANTS, IMAGES, EPOCHS, BATCH = 5, 500, 5, 32
 STEPS = PARTICIPANTS * EPOCHS * -(-IMAGES // BATCH)

@@ -18,11 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedtailor.errors import UserError
 from fedtailor.registry import lookup
 from fedtailor.seeds import torch_seed
-from fedtailor.spaces.base import Weights, paste
+from fedtailor.spaces.base import Weights
 from fedtailor.spaces.darts import Darts, Gates, Keep, Network
 from fedtailor.spaces.darts_ops import EDGES, EDGES_INTO, FULL, VARIANTS, Cell, DropPath, Noise
 from fedtailor.spaces.layers import seed_dropout
 from fedtailor.spaces.measure import count, tensors_of
+from fedtailor.spaces.pasting import paste
 
 VARIANT_NAMES = tuple(VARIANTS)
 DIGITS = (1, 8, 8)

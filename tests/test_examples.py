@@ -19,7 +19,7 @@ from fedtailor.registry import lookup
 from fedtailor.runs.execute import Watcher, resume, start
 from fedtailor.runs.results import Results
 from fedtailor.seeds import rng_of
-from fedtailor.spaces.base import paste
+from fedtailor.spaces.pasting import paste
 from test_methods_golden import DATA, PLAIN
 from tools import by_hand, numbers, one_round, personal, rows, small_config, three
 

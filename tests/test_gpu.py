@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -124,7 +125,7 @@ def run(lanes: int = 0, engine: str = "auto", **changes: Any) -> tuple[State, Fe
     setup = prepare(config_of("perfedrlnas", "tiny", **(small | changes)))
     federation, _ = setup.federation(torch.device("cuda"), 1, engine, said.append)
     if lanes:
-        federation.engine.lanes = lanes  # type: ignore[attr-defined]
+        federation.engine.at_once = lanes  # type: ignore[attr-defined]
     state = federation.begin()
     for _ in federation.rounds(state, lambda event: None):
         pass
@@ -170,22 +171,46 @@ def test_a_full_card_trains_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(CudaEngine, "_prepare", tight)
     state, federation, said = run()
     assert state.round == 3
-    assert federation.engine.lanes == 3  # type: ignore[attr-defined]
+    assert federation.engine.at_once == 3  # type: ignore[attr-defined]
     assert sum("memory is full" in text for text in said) == 1
     assert apart(plain, state) < 1e-4
 
 
-def test_a_captured_forward_pass_reads_the_weights_where_they_lie() -> None:
+def test_captured_forward_passes_read_the_weights_where_they_lie_and_share_a_lane() -> None:
+    from fedtailor.engine.replay import Forwards, Lane
+
     _, federation, _ = run(rounds=1)
     engine, space = federation.engine, federation.job.space
-    net = engine.network(space, space.largest).eval()
-    with torch.no_grad():
+    lane = Lane(torch.cuda.Stream())
+    nets = [engine.network(space, arch).eval() for arch in (space.largest, space.smallest)]
+    passes = [Forwards(lane) for _ in nets]
+    torch.cuda.synchronize()
+    with torch.no_grad(), torch.cuda.stream(lane.stream):
         for scale in (1.0, 0.5, 2.0):
-            for p in net.parameters():
-                p.fill_(0.01 * scale)
-            x = torch.randn(7, *space.input, device="cuda")
-            assert torch.allclose(engine._logits(net, x), net(x), atol=1e-5)
-    assert engine._forwards[net][7] is not None  # type: ignore[attr-defined]
+            for net, forwards in zip(nets, passes, strict=True):
+                for p in net.parameters():
+                    p.fill_(0.01 * scale)
+                x = torch.randn(7, *space.input, device="cuda")
+                assert torch.allclose(forwards(net, x, lambda: True), net(x), atol=1e-5)
+    assert all(forwards._by_size[7] is not None for forwards in passes)
+
+
+def test_clients_whose_steps_share_a_lane_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedtailor.engine.cuda import CudaEngine
+
+    plain, _, _ = run()
+    monkeypatch.setattr(CudaEngine, "_idle", lambda self, taken: self._lanes[0])
+    assert apart(plain, run()[0]) < 1e-4
+
+
+def test_rounds_with_new_archs_do_not_take_more_and_more_memory() -> None:
+    setup = prepare(config_of("perfedrlnas", "tiny", rounds=60, clients=8, participants=4, local__epochs=0.3))
+    federation, _ = setup.federation(torch.device("cuda"), 1)
+    federation.engine.most_slots = 8  # type: ignore[attr-defined]
+    held: list[int] = []
+    for _ in federation.rounds(federation.begin(), lambda event: None):
+        held.append(torch.cuda.memory_reserved())
+    assert held[-1] <= 1.2 * held[len(held) // 2]
 
 
 @pytest.mark.parametrize(
@@ -236,3 +261,27 @@ def test_a_loss_that_is_not_a_number_stops_the_round_and_names_the_client() -> N
     with pytest.raises(UserError, match=r"client client-.*not a number"):
         next(federation.rounds(state, lambda event: None))
     assert state.round == 0
+
+
+@pytest.mark.parametrize("name", ["mobilenetv3", "tiny", "darts"])
+def test_cut_and_paste_on_the_gpu_are_those_of_the_processor(name: str) -> None:
+    from fedtailor.registry import lookup
+    from fedtailor.spaces.pasting import paste
+
+    space = lookup("space", name)((3, 32, 32), 10)
+    weights = space.new_weights(0)
+    there = {n: t.cuda() for n, t in weights.items()}
+    rng = np.random.default_rng(0)
+    parts, others = [], []
+    for mass in (1.0, 3.0):
+        arch = space.sample(rng)
+        here = space.cut(weights, arch)
+        for (n, expected), found in zip(here.items(), space.cut(there, arch).values(), strict=True):
+            assert torch.equal(expected, found.cpu()), n
+        changed = {n: t + torch.randn_like(t) for n, t in here.items()}
+        parts.append((changed, arch, mass))
+        others.append(({n: t.cuda() for n, t in changed.items()}, arch, mass))
+    for many in (2, 1):  # of one arch that owns all it touches, and of two that share some
+        found = paste(space, there, others[:many])
+        for n, expected in paste(space, weights, parts[:many]).items():
+            assert torch.allclose(expected, found[n].cpu(), atol=1e-5), n

@@ -13,8 +13,8 @@ from fedtailor.errors import UserError
 from fedtailor.nets.base import FixedNet, OwnNet
 from fedtailor.nets.blocks import DropPath
 from fedtailor.registry import lookup, names
-from fedtailor.spaces.base import paste
 from fedtailor.spaces.layers import Dropout, seed_dropout
+from fedtailor.spaces.pasting import paste
 
 CIFAR, IMAGENET, DIGITS = (3, 32, 32), (3, 224, 224), (1, 8, 8)
 NETS = ("cnn", "densenet", "levit", "mobilenetv2", "mobilenetv3_large", "resnet18", "vit")

@@ -30,7 +30,7 @@ from fedtailor.runs.join import join, refit
 from fedtailor.runs.results import Results
 from fedtailor.runs.serve import serve
 from fedtailor.runs.welcome import welcome
-from fedtailor.spaces.base import paste
+from fedtailor.spaces.pasting import paste
 from grid import MemoryPost, quiet
 from test_join import write_digits
 from tools import rows, small_config

@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedtailor import registry
 from fedtailor.errors import UserError
 from fedtailor.seeds import rng_of
-from fedtailor.spaces.base import Arch, Space, Weights, paste
+from fedtailor.spaces.base import Arch, Space, Weights
 from fedtailor.spaces.layers import seed_dropout
 from fedtailor.spaces.measure import tensors_of
+from fedtailor.spaces.pasting import paste
 
 NAMES = registry.names("space")
 SIZES = ((3, 16, 16), (1, 8, 8))

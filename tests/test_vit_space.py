@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedtailor.errors import UserError
-from fedtailor.spaces.base import paste
+from fedtailor.spaces.pasting import paste
 from fedtailor.spaces.vit import ViT
 from fedtailor.spaces.vit_blocks import MapAttention, MapTransformer, relative_bias
 

@@ -22,7 +22,8 @@ from .card import Card
 from .parts import body as body
 from .parts import head as head
 from .seeds import Key, rng_of, seed_of
-from .spaces.base import Arch, Space, Weights, paste
+from .spaces.base import Arch, Space, Weights
+from .spaces.pasting import paste
 
 if TYPE_CHECKING:
     from .config import Local

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from .spaces.base import Arch, Index, Space, Weights
+from .spaces.base import Arch, Space, Weights, tensor_at
 
 
 def owners(space: Space, like: Weights, archs: Sequence[Arch]) -> Weights:
@@ -16,7 +15,7 @@ def owners(space: Space, like: Weights, archs: Sequence[Arch]) -> Weights:
     for arch in archs:
         for name, at in space.index(arch).items():
             if name in found:
-                _at(found[name], at).add_(1)
+                tensor_at(found[name], at).add_(1)
     return found
 
 
@@ -30,7 +29,7 @@ def add_means(
         index = space.index(arch)
         for name, tensor in part.items():
             at = index[name]
-            _at(new[name], at).add_(tensor / _at(counts[name], at))
+            tensor_at(new[name], at).add_(tensor / tensor_at(counts[name], at))
     return new
 
 
@@ -38,7 +37,3 @@ def where_owned(space: Space, old: Weights, new: Weights, archs: Sequence[Arch])
     """`old`, with `new` in the entries that any of the archs owns."""
     counts = owners(space, new, archs)
     return old | {n: torch.where(counts[n] > 0, t, old[n]) for n, t in new.items()}
-
-
-def _at(tensor: Tensor, at: Index) -> Tensor:
-    return tensor[at] if at else tensor

@@ -2,10 +2,10 @@
 
 A training step is captured once as a CUDA graph and replayed; every client's graph runs on a stream of its own, so that
 many small kernels of different networks share the card. The captured step of an ordinary fit is kept as a *slot* and
-used again by any client with the same arch, step and batch shape: its weights are copied in and out. Clients with equal
+used again by any client with the same arch, step and batch shape: its weights are copied in and out. A slot stays on
+its *lane*, the stream that it was captured on, and shares that lane's memory with the others there. Clients with equal
 networks and steps run as one stack instead where a trial shows that to be faster. A step of a method's own is captured
-for the one job. Batches lie on the device, drawn and augmented before the replays that use
-them.
+for the one job. Batches lie on the device, drawn and augmented before the replays that use them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,7 @@ from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost, parameters_of
 from .jobs import Fit, Job, Loop, Recalibrate, Score
 from .local import Cannot, LocalEngine, Memory
-from .replay import FitSlot, Forward, LoopReplay, Replay, Step, no_garbage, on
+from .replay import FitSlot, Forwards, Lane, LoopReplay, Replay, Step, no_garbage, on
 from .shelf import Shelf
 from .stack import StackSlot, stacking_pays
 from .steps import Estimate, fit_step
@@ -43,28 +44,27 @@ Waiting = tuple[int, str, Job]  # a coroutine's number, its label and the job it
 
 
 class CudaEngine(LocalEngine):
-    """Runs client work on one GPU, as many clients at a time as `lanes`."""
+    """Runs client work on one GPU, the training of at most `at_once` clients at a time."""
 
     def __init__(
         self,
         device: torch.device,
         precision: str = "fp32",
-        lanes: int = 32,
+        at_once: int = 32,
         slots: int = 96,
         say: Callable[[str], None] = print,
     ) -> None:
         super().__init__(device, precision=precision)
-        self.lanes, self.crowd = lanes, CROWD
+        self.at_once, self.crowd = at_once, CROWD
         self._memory = torch.cuda.get_device_properties(device).total_memory
         self.most_slots = slots
-        self._streams = [torch.cuda.Stream(device) for _ in range(lanes)]
-        self._aside = torch.cuda.Stream(device)  # to capture on while the lanes are busy
+        self._lanes = [Lane(torch.cuda.Stream(device)) for _ in range(at_once)]
         self._slots: OrderedDict[Step, list[FitSlot]] = OrderedDict()  # free ones: no client holds their networks
         self._lent: dict[nn.Module, FitSlot] = {}  # slots by the network that a client holds
         self._free: OrderedDict[tuple[Space, Arch], list[nn.Module]] = OrderedDict()
         self._given: list[tuple[tuple[Space, Arch], nn.Module]] = []
         self._stacks: OrderedDict[Step, StackSlot | None] = OrderedDict()  # None: not worth it
-        self._forwards: WeakKeyDictionary[nn.Module, dict[int, Forward | None]] = WeakKeyDictionary()
+        self._forwards: WeakKeyDictionary[nn.Module, Forwards] = WeakKeyDictionary()
         self._foresee: Callable[[], Sequence[Arch]] | None = None
         self.shelf = Shelf(device, int(MEMORIES * self._memory))
         self._losses: list[tuple[str, Tensor]] = []  # by label, that nobody has looked at
@@ -72,14 +72,14 @@ class CudaEngine(LocalEngine):
         _wake_libraries(device)
 
     def plan(self, largest: Cost, batch: int, clients: int) -> None:
-        """Says what the card will hold, and lowers the lanes where that would not fit."""
+        """Says what the card will hold, and lowers what is under way at once where that would not fit."""
         each = SLACK * largest.training_memory(batch) + WORKSPACE
         free, _ = torch.cuda.mem_get_info(self.device)
-        self.lanes, self.crowd = (max(1, min(most, int(free / each))) for most in (self.lanes, self.crowd))
-        self.most_slots = max(self.lanes, min(self.most_slots, int(free / 2 / each)))
+        self.at_once, self.crowd = (max(1, min(most, int(free / each))) for most in (self.at_once, self.crowd))
+        self.most_slots = max(self.at_once, min(self.most_slots, int(free / 2 / each)))
         self._say(
             f"GPU: {free / 2**30:.0f} GiB free; training the largest network takes about {each / 2**30:.2f} GiB, so "
-            f"{min(clients, self.lanes)} clients train side by side and up to {self.most_slots} captured steps are kept"
+            f"{min(clients, self.at_once)} clients train side by side; up to {self.most_slots} captured steps are kept"
         )
 
     # networks ---------------------------------------------------------------------------------------------------
@@ -174,14 +174,16 @@ class CudaEngine(LocalEngine):
         training = [w for w in batch if isinstance(w[2], (Fit, Loop)) and w[2].steps]
         answers = self._train(training) | self._estimate(batch)
         hits: list[tuple[int, Tensor, int]] = []
-        scores = [w for w in batch if isinstance(w[2], Score)]
-        lanes = self._streams[: len(scores)]
+        scores = [(number, label, job) for number, label, job in batch if isinstance(job, Score)]
+        for i, (_, _, job) in enumerate(scores):
+            if job.net not in self._forwards:
+                self._forwards[job.net] = Forwards(self._lanes[i % len(self._lanes)])
+        lanes = {self._forwards[job.net].lane.stream for _, _, job in scores}
         here = torch.cuda.current_stream(self.device)
         for lane in lanes:
             lane.wait_stream(here)
-        for i, (number, label, job) in enumerate(scores):
-            with self._named(label), on(lanes[i % len(lanes)]):
-                assert isinstance(job, Score)
+        for number, label, job in scores:
+            with self._named(label), on(self._forwards[job.net].lane.stream):
                 hits.append((number, self._hits(job), job.split.size))
         for lane in lanes:
             here.wait_stream(lane)
@@ -214,7 +216,7 @@ class CudaEngine(LocalEngine):
             answers |= self._train_stack(group)
         batch = [w for w in batch if w[0] not in answers]
         while batch:
-            answers |= self._train_part(batch[: self.lanes])
+            answers |= self._train_part(batch[: self.at_once])
             batch = [w for w in batch if w[0] not in answers]
         return answers
 
@@ -240,12 +242,10 @@ class CudaEngine(LocalEngine):
             return found
         self._stacks[key] = None
         try:
-            aside, net = self._streams[0], self._make(key.space, key.arch)
-            stack = StackSlot(key, net, clients, jobs[0].steps, aside, self.precision)
-            trial = [
-                FitSlot(key, self._make(key.space, key.arch), aside, self.precision)
-                for _ in range(min(clients, 2 * FEWEST))
-            ]
+            first, *others = self._lanes[: 1 + min(clients, 2 * FEWEST)]
+            net = self._make(key.space, key.arch)
+            stack = StackSlot(key, net, clients, jobs[0].steps, first, self.precision)
+            trial = [FitSlot(key, self._make(key.space, key.arch), lane, self.precision) for lane in others]
         except (Cannot, torch.OutOfMemoryError):
             return None
         if stacking_pays(stack, trial, clients, jobs[0].steps):
@@ -263,12 +263,12 @@ class CudaEngine(LocalEngine):
         replays: list[Replay] = []
         new: set[Step] = set()  # steps used for the first time
         most = 0  # bytes that one of them took
-        for lane, (_, label, job) in zip(self._streams, batch, strict=False):
+        for _, label, job in batch:
             before = self._free_memory()
             if replays and before < SLACK * most:
                 break
             try:
-                replays.append(self._prepare(lane, label, job, new))
+                replays.append(self._prepare(label, job, new, {replay.lane for replay in replays}))
             except torch.OutOfMemoryError as error:  # nothing of this client has run yet
                 self._make_room(len(replays), label, error)
                 break
@@ -277,8 +277,8 @@ class CudaEngine(LocalEngine):
         if not replays:
             return {}
         with contextlib.suppress(Cannot, torch.OutOfMemoryError):  # then the next round captures its own steps
-            for key in self._next(new, replays):
-                self._keep(FitSlot(key, self._make(key.space, key.arch), self._aside, self.precision))
+            for key, lane in zip(self._next(new, replays), cycle(self._lanes), strict=False):
+                self._keep(FitSlot(key, self._make(key.space, key.arch), lane, self.precision))
                 self._queue(replays, -(-AHEAD // len(replays)))
         while any(replay.left for replay in replays):
             self._queue(replays, 1)
@@ -312,13 +312,13 @@ class CudaEngine(LocalEngine):
         """Waits for the card."""
         return torch.stack(list(numbers)).tolist()
 
-    def _make_room(self, lanes: int, label: str, error: Exception) -> None:
+    def _make_room(self, clients: int, label: str, error: Exception) -> None:
         """After the card's memory was found full with so many clients in training."""
-        if not lanes and not (self._slots or self._free or any(self._stacks.values())):
+        if not clients and not (self._slots or self._free or any(self._stacks.values())):
             raise RuntimeError(f"{label}: the GPU's memory is too small for one client ({error})") from error
         self.forget()
-        self.lanes = self.crowd = max(1, lanes or self.lanes // 2)
-        self._tell(f"GPU memory is full: from now on {self.lanes} clients train at a time")
+        self.at_once = self.crowd = max(1, clients or self.at_once // 2)
+        self._tell(f"GPU memory is full: from now on {self.at_once} clients train at a time")
 
     @staticmethod
     def _queue(replays: Sequence[Replay], steps: int) -> None:
@@ -352,48 +352,50 @@ class CudaEngine(LocalEngine):
             return free
         return free + held["reserved_bytes"]["all"]["current"] - held["allocated_bytes"]["all"]["current"]
 
-    def _prepare(self, lane: torch.cuda.Stream, label: str, job: Job, new: set[Step]) -> Replay:
+    def _prepare(self, label: str, job: Job, new: set[Step], taken: set[Lane]) -> Replay:
         with self._named(label):
             if isinstance(job, Fit) and job.loss is None:
                 with contextlib.suppress(Cannot):  # if it cannot be captured, it is run as a step of its own below
-                    slot = self._slot(Step.of(job), job.net, lane)
+                    slot = self._slot(Step.of(job), job.net, taken)
                     if slot.fresh:
                         new.add(slot.key)
-                    slot.begin(job, lane)
+                    slot.begin(job)
                     return slot
             if isinstance(job, Fit):
                 job = Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed)
             assert isinstance(job, Loop)
-            replay = LoopReplay(job, lane, self.precision)
+            replay = LoopReplay(job, self._idle(taken), self.precision)
             if replay.obstacle and replay.left:
                 self._tell(f"{label}: runs step by step, its step cannot be captured ({replay.obstacle})")
             return replay
 
-    def _slot(self, key: Step, net: nn.Module, lane: torch.cuda.Stream) -> FitSlot:
-        """A captured step: the one that has the client's own network, a free one, or a new one."""
+    def _idle(self, taken: set[Lane]) -> Lane:
+        """A lane that is not taken and, if there is one, that no client's own step will want."""
+        lent = {slot.lane for slot in self._lent.values()}
+        idle = [lane for lane in self._lanes if lane not in taken]
+        return next((lane for lane in idle if lane not in lent), idle[0])
+
+    def _slot(self, key: Step, net: nn.Module, taken: set[Lane]) -> FitSlot:
+        """A captured step: the one that has the client's own network, a free one, or a new one.
+
+        Two that share a lane take turns, which costs less than to capture another one.
+        """
         own = self._lent.get(net)
         if own and own.key == key:
             return own
         if free := self._slots.get(key):
-            return free.pop()
+            return free.pop(next((i for i, slot in enumerate(free) if slot.lane not in taken), -1))
         rest = [(k, given) for k, given in self._given if given is not net]
-        if len(rest) == len(self._given) or len(self._lent) >= self.lanes:
-            return FitSlot(key, self._make(key.space, key.arch), lane, self.precision)
-        slot = self._lent[net] = FitSlot(key, net, lane, self.precision)
+        if len(rest) == len(self._given) or len(self._lent) >= self.at_once:
+            return FitSlot(key, self._make(key.space, key.arch), self._idle(taken), self.precision)
+        slot = self._lent[net] = FitSlot(key, net, self._idle(taken), self.precision)
         self._given = rest
         return slot
 
     # scoring ----------------------------------------------------------------------------------------------------
 
     def _logits(self, net: nn.Module, images: Tensor) -> Tensor:
-        """A network's outputs; from the second time on a size is met, by its captured forward pass."""
-        seen = self._forwards.setdefault(net, {})
-        size = len(images)
-        if size in seen and seen[size] is None and self._free_memory() > SHARE * self._memory:
-            with contextlib.suppress(Cannot, torch.OutOfMemoryError):
-                seen[size] = Forward(net, images)
-        forward = seen.setdefault(size, None)
-        return net(images) if forward is None else forward(images)
+        return self._forwards[net](net, images, lambda: self._free_memory() > SHARE * self._memory)
 
     def forget(self) -> None:
         """Drops every captured step and network that no client holds."""
@@ -402,6 +404,7 @@ class CudaEngine(LocalEngine):
         self._free.clear()
         self._forwards.clear()
         self._stacks = OrderedDict.fromkeys(self._stacks)  # what is short of memory should not stack again
+        self._lanes = [Lane(lane.stream) for lane in self._lanes]  # the old ones' memory goes with their last step
         torch.cuda.empty_cache()
 
     def _tell(self, text: str) -> None:

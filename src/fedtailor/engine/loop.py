@@ -61,7 +61,8 @@ def numbers(events: Sequence[Event]) -> Iterator[Event]:
     read = iter(torch.stack(late).tolist() if late else ())
     for event in events:
         value = next(read) if isinstance(event.value, Tensor) else event.value
-        yield dataclasses.replace(event, value=value if isinstance(value, str) else value + 0)
+        value = value if isinstance(value, str) else value + 0
+        yield Event(event.round, event.client, event.split, event.metric, value)
 
 
 def participants_of(job: Job, round: int) -> list[int]:

@@ -58,6 +58,23 @@ class on:  # noqa: N801, a context like torch.cuda.stream
         torch._C._cuda_setStream(stream_id=stream, device_index=device, device_type=kind)
 
 
+class Lane:
+    """A stream, and memory for the steps captured on it. They run one after another, so one's scratch is the next's."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream, self._keeper = stream, torch.cuda.CUDAGraph()
+        something = torch.zeros(1, device=stream.device)
+        with torch.cuda.stream(stream):  # as long as one graph has the memory, what others leave stays for the next
+            self._keeper.capture_begin(capture_error_mode="thread_local")
+            something.zero_()
+            self._keeper.capture_end()
+
+    def begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        """What follows on the stream is recorded, with matrix workspaces of its own: lanes run side by side."""
+        torch._C._cuda_clearCublasWorkspaces()
+        graph.capture_begin(self._keeper.pool(), capture_error_mode="thread_local")
+
+
 @lru_cache(maxsize=64)
 def _shared(local: Local) -> Local:
     """Without what may differ from job to job."""
@@ -94,13 +111,11 @@ def drawn(stream: Stream, steps: int) -> Draw:
 class Replay:
     """A step captured once and replayed `steps` times over the batches of some streams."""
 
-    stream: torch.cuda.Stream
     graph: torch.cuda.CUDAGraph
 
-    def __init__(
-        self, shapes: Sequence[tuple[int, ...]], device: torch.device, precision: str, chunk: int = CHUNK
-    ) -> None:
-        self.precision, self.chunk = precision, chunk
+    def __init__(self, lane: Lane, shapes: Sequence[tuple[int, ...]], precision: str, chunk: int = CHUNK) -> None:
+        self.lane, self.stream, self.precision, self.chunk = lane, lane.stream, precision, chunk
+        device = self.stream.device
         self.total = torch.zeros((), device=device)
         self.counter = torch.zeros(1, device=device, dtype=torch.int64)
         self.buffers: list[tuple[Tensor, Tensor]] = []
@@ -118,11 +133,10 @@ class Replay:
         return [(x.index_select(0, self.counter)[0], y.index_select(0, self.counter)[0]) for x, y in self.buffers]
 
     def capture(self, step: Callable[[], Tensor]) -> None:
-        """Records one step without running it, with matrix workspaces of its own: graphs run side by side."""
+        """Records one step without running it."""
         self.graph = torch.cuda.CUDAGraph()
-        torch._C._cuda_clearCublasWorkspaces()
         with torch.cuda.stream(self.stream):
-            self.graph.capture_begin(capture_error_mode="thread_local")
+            self.lane.begin(self.graph)
             try:
                 with lowered(self.precision):
                     self.total += step()
@@ -172,10 +186,10 @@ class Replay:
 class FitSlot(Replay):
     """The captured step of an ordinary fit. It keeps a network; jobs with another one copy their weights in and out."""
 
-    def __init__(self, key: Step, net: nn.Module, stream: torch.cuda.Stream, precision: str) -> None:
-        device = next(net.parameters()).device
-        super().__init__([key.batch], device, precision)
-        self.key, self.net, self.local, self.stream = key, net.train(), key.local, stream
+    def __init__(self, key: Step, net: nn.Module, lane: Lane, precision: str) -> None:
+        super().__init__(lane, [key.batch], precision)
+        self.key, self.net, self.local = key, net.train(), key.local
+        device = self.total.device
         named = parameters_of(net)
         self.train = tuple(named) if key.train is None else key.train
         self.parameters = [named[n] for n in self.train]
@@ -188,17 +202,18 @@ class FitSlot(Replay):
         self.optimiser = self.local.optimiser(self.parameters, self.lr)
         self.state = start_state(self.optimiser, self.parameters)
         self.fresh = True  # not used yet
-        stream.wait_stream(torch.cuda.current_stream())  # for the tensors made just now
+        self.stream.wait_stream(torch.cuda.current_stream())  # for the tensors made just now
         net.requires_grad_(False)
         for parameter in self.parameters:
             parameter.requires_grad_(True)
         self.capture(self._step)
+        self.optimiser.zero_grad(set_to_none=True)  # the lane's other steps may have the gradients' memory
         net.requires_grad_(True)  # as whoever holds the network expects it
 
-    def begin(self, job: Fit, lane: torch.cuda.Stream) -> None:
-        self.stream, self.job, self.fresh = lane, job, False
+    def begin(self, job: Fit) -> None:
+        self.job, self.fresh = job, False
         self.start([drawn(job.stream, job.steps)], job.steps)
-        with on(lane), torch.no_grad():
+        with on(self.stream), torch.no_grad():
             seed_dropout(self.net, job.seed)
             self.lr.fill_(job.lr)
             if self.shift is not None and job.shift is not None:
@@ -236,10 +251,9 @@ class FitSlot(Replay):
 class LoopReplay(Replay):
     """A method's own step: the first one is run, the rest replayed."""
 
-    def __init__(self, job: Loop, lane: torch.cuda.Stream, precision: str) -> None:
-        device = job.streams[0].split.labels.device
-        super().__init__([s.shape for s in job.streams], device, precision, min(CHUNK, job.steps))
-        self.stream, self.nets = lane, job.nets
+    def __init__(self, job: Loop, lane: Lane, precision: str) -> None:
+        super().__init__(lane, [s.shape for s in job.streams], precision, min(CHUNK, job.steps))
+        self.nets = job.nets
         for net in job.nets:
             net.train()
             seed_dropout(net, job.seed)
@@ -249,7 +263,9 @@ class LoopReplay(Replay):
             pairs = self.batches()
             return job.step(*(pairs[0] if len(pairs) == 1 else pairs))
 
-        with torch.cuda.stream(lane):  # the first step makes optimiser states and workspaces, outside the capture
+        with torch.cuda.stream(
+            self.stream
+        ):  # the first step makes optimiser states and workspaces, outside the capture
             with lowered(precision):
                 self.total += step()
             self.counter += 1
@@ -286,24 +302,37 @@ class LoopReplay(Replay):
 class Forward:
     """A network's captured forward pass on a batch of one size. The weights are read where they lie."""
 
-    def __init__(self, net: nn.Module, images: Tensor) -> None:
-        self.images = images.clone()
-        self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(images.device)
-        torch._C._cuda_clearCublasWorkspaces()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self.logits = net(self.images)
-                self.graph.capture_end()
-            except Exception as error:
-                abandon(self.graph, images.device)
-                raise refusal(error) from error
+    def __init__(self, net: nn.Module, images: Tensor, lane: Lane) -> None:
+        self.images, self.graph = images.clone(), torch.cuda.CUDAGraph()
+        lane.begin(self.graph)
+        try:
+            self.logits = net(self.images)
+            self.graph.capture_end()
+        except Exception as error:
+            abandon(self.graph, images.device)
+            raise refusal(error) from error
 
     def __call__(self, images: Tensor) -> Tensor:
         self.images.copy_(images)
         self.graph.replay()
         return self.logits
+
+
+class Forwards:
+    """A network's forward passes on one lane, by batch size; each is captured when it is met for the second time."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self._by_size: dict[int, Forward | None] = {}
+
+    def __call__(self, net: nn.Module, images: Tensor, room: Callable[[], bool]) -> Tensor:
+        """The network's outputs, on the lane's stream. Nothing is captured where there is no room for it."""
+        size = len(images)
+        if size in self._by_size and self._by_size[size] is None and room():
+            with contextlib.suppress(Cannot, torch.OutOfMemoryError):
+                self._by_size[size] = Forward(net, images, self.lane)
+        forward = self._by_size.setdefault(size, None)
+        return net(images) if forward is None else forward(images)
 
 
 def abandon(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from ..data.batches import joint_batches, joint_order
+from ..kernels.columns import Window, patches
 from ..kernels.compiling import plain
 from ..spaces.layers import Counted, counter_start
 from ..spaces.measure import tensors_of
 from .jobs import Fit
-from .replay import CHUNK, FitSlot, Replay, Step, on, start_state
+from .replay import CHUNK, FitSlot, Lane, Replay, Step, on, start_state
 from .steps import objective, pull_, push_
 
 BUFFER = 512 << 20  # bytes that batches prepared ahead may take
@@ -112,15 +112,12 @@ class Stacked:
 
 def convolve(layer: nn.Conv2d, places: int, x: Tensor) -> Tensor:
     """A convolution as a matrix product, which is faster for many clients than one with a group for each of them."""
-    (high, wide), (down, along) = layer.kernel_size, layer.stride
     assert not isinstance(layer.padding, str)
-    rows = (x.shape[-2] + 2 * layer.padding[0] - high) // down + 1
-    columns = (x.shape[-1] + 2 * layer.padding[1] - wide) // along + 1
+    window = Window(layer.kernel_size, layer.stride, layer.padding)  # type: ignore[arg-type]
+    rows, columns = window.out(x)
     if layer.dilation != (1, 1) or 4 * places * len(x) * rows * columns * layer.weight[0].numel() > COLUMNS:
         return layer._conv_forward(x, layer.weight, layer.bias)
-    padded = F.pad(x, (layer.padding[1], layer.padding[1], layer.padding[0], layer.padding[0]))
-    patches = padded.unfold(2, high, down).unfold(3, wide, along)  # [batch, channels, rows, columns, high, wide]
-    flat = patches.permute(0, 2, 3, 4, 5, 1).reshape(len(x) * rows * columns, -1)  # channels last: they lie together
+    flat = patches(x, window).reshape(len(x) * rows * columns, -1)  # channels last: they lie together
     found = flat @ layer.weight.permute(0, 2, 3, 1).flatten(1).t()
     if layer.bias is not None:
         found = found + layer.bias
@@ -138,17 +135,14 @@ def clip_each_(gradients: Sequence[Tensor], most: float) -> None:
 class StackSlot(Replay):
     """The captured step of a stack. Places that a round leaves empty compute on what was there before."""
 
-    def __init__(
-        self, key: Step, net: nn.Module, places: int, steps: int, stream: torch.cuda.Stream, precision: str
-    ) -> None:
-        self.stacked = Stacked(key, net, places)
-        device, batch = self.stacked.lr.device, (places, *key.batch)
+    def __init__(self, key: Step, net: nn.Module, places: int, steps: int, lane: Lane, precision: str) -> None:
+        self.stacked, batch = Stacked(key, net, places), (places, *key.batch)
         chunk = max(1, min(CHUNK, steps, BUFFER // (4 * int(torch.Size(batch).numel()))))
-        super().__init__([batch], device, precision, chunk)
-        self.key, self.places, self.stream = key, places, stream
-        self.total = torch.zeros(places, device=device)
+        super().__init__(lane, [batch], precision, chunk)
+        self.key, self.places = key, places
+        self.total = torch.zeros(places, device=self.total.device)
         self.blank()
-        stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream())
         self.capture(lambda: self.stacked.step(*self.batches()[0]))
 
     def begin(self, jobs: Sequence[Fit]) -> None:
@@ -175,16 +169,16 @@ class StackSlot(Replay):
             self.stacked.unload(self.jobs)
 
 
-def stacking_pays(stack: StackSlot, lanes: Sequence[FitSlot], clients: int, steps: int) -> bool:
-    """Whether a stack takes less time for a job of so many steps than so many clients side by side."""
+def stacking_pays(stack: StackSlot, trial: Sequence[FitSlot], clients: int, steps: int) -> bool:
+    """Whether a stack takes less time for a job of so many steps than so many clients on lanes of their own."""
 
-    def seconds(slots: Sequence[Replay], streams: Sequence[torch.cuda.Stream]) -> float:
+    def seconds(slots: Sequence[Replay]) -> float:
         took = 0.0
         for _ in range(2):  # the first time warms up
             torch.cuda.synchronize()
             began = time.perf_counter()
-            for slot, stream in zip(slots, streams, strict=True):
-                with on(stream):
+            for slot in slots:
+                with on(slot.stream):
                     for _ in range(TRIAL):
                         slot.counter.zero_()
                         slot.graph.replay()
@@ -192,7 +186,7 @@ def stacking_pays(stack: StackSlot, lanes: Sequence[FitSlot], clients: int, step
             took = time.perf_counter() - began
         return took * steps / TRIAL
 
-    for slot in lanes:
+    for slot in trial:
         slot.blank()
-    side_by_side = seconds(lanes, [torch.cuda.Stream() for _ in lanes]) / len(lanes) + BEGIN
-    return seconds([stack], [stack.stream]) < side_by_side * clients
+    side_by_side = seconds(trial) / len(trial) + BEGIN
+    return seconds([stack]) < side_by_side * clients

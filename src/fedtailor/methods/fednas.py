@@ -23,8 +23,9 @@ from ..options import Count, Fraction
 from ..registry import register
 from ..search.local_search import LocalSearch
 from ..search.mixture import ALPHAS, averaged, begin, darts, mixture, reply_of, task_of
-from ..spaces.base import Space, Weights, paste
+from ..spaces.base import Space, Weights
 from ..spaces.darts import Keep
+from ..spaces.pasting import paste
 
 
 @register("method", "fednas")

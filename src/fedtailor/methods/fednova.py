@@ -21,7 +21,7 @@ from ..errors import UserError
 from ..method import Card, Job, Reply, Server, Task
 from ..parts import choose, learnt
 from ..registry import register
-from ..spaces.base import paste
+from ..spaces.pasting import paste
 from .fedavg import FedAvg
 
 

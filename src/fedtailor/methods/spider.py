@@ -28,8 +28,9 @@ from ..registry import register
 from ..search import perturbation
 from ..search.perturbation import Schedule, Search, accuracy, cells_of, decide, network
 from ..search.spider_milenas import discrete, is_relaxed, mixture, relaxed, require_relaxable, train_relaxed
-from ..spaces.base import Space, Weights, paste
+from ..spaces.base import Space, Weights
 from ..spaces.darts import Darts, Keep
+from ..spaces.pasting import paste
 from .fedavg import FedAvg
 
 

@@ -13,8 +13,9 @@ from ..engine.jobs import Measured
 from ..errors import UserError
 from ..method import Job, Reply, Server, Task
 from ..nets.darts import ALPHA, Mixture, mixture_of
-from ..spaces.base import Space, paste
+from ..spaces.base import Space
 from ..spaces.darts import Darts
+from ..spaces.pasting import paste
 
 ALPHAS = dict.fromkeys(ALPHA, "architecture parameters")  # as a card names them
 

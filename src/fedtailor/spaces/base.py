@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..kernels.blocks import Blocks
 from ..seeds import Key, torch_seed
 from .measure import Cost, Piece, count, tensors_of, total
-
-_add, _add_, _sub, _div_ = torch._foreach_add, torch._foreach_add_, torch._foreach_sub, torch._foreach_div_  # type: ignore
 
 Arch = tuple[int, ...]
 Weights = dict[str, Tensor]
@@ -234,21 +233,38 @@ class Space(ABC):
 
     def cut(self, weights: Weights, arch: Arch) -> Weights:
         """The arch's own copy of its entries of the supernet (differentiable)."""
-        found: Weights = {}
-        shapes = self.full_shapes
-        for name, at in self.index(arch).items():
+        index, shapes = self.index(arch), self.full_shapes
+        for name in index:
             tensor = weights.get(name)
             if tensor is None or tensor.shape != shapes[name]:
                 has = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}, not {shapes[name]}"
                 raise UserError(f"these are not weights of '{self.name}': '{name}' {has}.")
-            found[name] = (tensor[at] if at else tensor).clone()
-        return found
+        return self.part(weights, arch)
 
     def part(self, weights: Weights, arch: Arch) -> Weights:
         """Like `cut`, of weights that need not hold every tensor. The empty arch takes them as they are."""
         if not arch:
             return weights
-        return {n: (weights[n][at] if at else weights[n]).clone() for n, at in self.index(arch).items() if n in weights}
+        index = self.index(arch)
+        names = tuple(n for n in index if n in weights)
+        large = [weights[n] for n in names]
+        if large and large[0].is_cuda and (found := self.layout(arch, names).take(large)):
+            return dict(zip(names, found, strict=True))
+        return {n: tensor_at(weights[n], index[n]).clone() for n in names}
+
+    def layout(self, arch: Arch, names: tuple[str, ...]) -> Blocks:
+        """Some of the arch's tensors as blocks of the supernet's, for a GPU to copy or average in one go."""
+        found = self._layouts.get((arch, names))
+        if found is None:
+            index, shapes = self.index(arch), self.full_shapes
+            if len(self._layouts) >= 256:
+                self._layouts.clear()
+            found = self._layouts[arch, names] = Blocks([(shapes[n], index[n]) for n in names])
+        return found
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[Arch, tuple[str, ...]], Blocks]:
+        return {}
 
     def cost(self, arch: Arch) -> Cost:
         """What the arch costs, from its counted pieces."""
@@ -320,79 +336,10 @@ def _spin(wheel: tuple[list[float], float], at: float) -> int:
     return min(bisect_right(ends, at * total), len(ends) - 1)
 
 
-@torch.no_grad()
-def paste(
-    space: Space, weights: Weights, parts: Sequence[tuple[Weights, Arch, float]], keys: Sequence[str] | None = None
-) -> Weights:
-    """Averages parts into the supernet, entry by entry, over the parts that own the entry.
-
-    `parts` are (weights, arch, mass) with the mass usually the client's number of samples. An entry that nobody owns
-    keeps its value bit for bit, and parts that return what they received change nothing: the average is taken over
-    differences, new = old + sum(mass * (part - old)) / sum(mass). A part may leave out tensors (`keys` limits them
-    too), and then does not own them.
-    """
-    wanted = None if keys is None else set(keys)
-    owned: list[tuple[Weights, list[tuple[str, Index]], float]] = []
-    for part, arch, mass in parts:
-        index = space.index(arch)
-        for name in part:
-            if name not in index:
-                raise UserError(f"a part of '{space.name}' with arch {arch} has no tensor '{name}'.")
-        owned.append((part, [(n, index[n]) for n in part if wanted is None or n in wanted], float(mass)))
-    touched = {name: weights[name] for _, places, _ in owned for name, _ in places}
-    if not touched:
-        return dict(weights)
-    if next(iter(touched.values())).is_cuda and _all_own_all(touched, owned):
-        return weights | _average(touched, [part for part, _, _ in owned], [mass for _, _, mass in owned])
-    # -0.0 leaves every number as it is when it is added, where +0.0 would turn -0.0 into itself; tiny is a divisor for
-    # entries that nobody owns and is lost when a mass is added to it
-    change = _filled(touched, -0.0)
-    masses = _filled(touched, torch.finfo(next(iter(touched.values())).dtype).tiny)
-    for part, places, mass in owned:
-        views = {name: _at(touched[name], at) for name, at in places}
-        for name, view in views.items():
-            if part[name].shape != view.shape:
-                shapes = f"{tuple(part[name].shape)}, not {tuple(view.shape)}"
-                raise UserError(f"a part of '{space.name}': '{name}' has shape {shapes}.")
-        for dense in (True, False):  # on a GPU, what lies in one piece of memory takes one kernel for all tensors
-            some = [(name, at) for name, at in places if views[name].is_contiguous() == dense]
-            if some:
-                # old - part times -mass, not part - old times mass: where they are equal this is -0.0 again
-                moved = _sub([views[name] for name, _ in some], [part[name] for name, _ in some])
-                _add_([_at(change[name], at) for name, at in some], moved, alpha=-mass)
-                _add_([_at(masses[name], at) for name, at in some], mass)
-    _div_(list(change.values()), list(masses.values()))
-    return weights | dict(zip(touched, _add(list(touched.values()), list(change.values())), strict=True))
+def shape_at(whole: tuple[int, ...], at: Index) -> tuple[int, ...]:
+    """The shape of a tensor's part."""
+    return (*(place.stop - place.start for place in at), *whole[len(at) :])
 
 
-def _all_own_all(touched: Weights, owned: Sequence[tuple[Weights, list[tuple[str, Index]], float]]) -> bool:
-    return all(
-        len(places) == len(touched) and all(not at and part[n].shape == touched[n].shape for n, at in places)
-        for part, places, _ in owned
-    )
-
-
-def _average(old: Weights, parts: Sequence[Weights], masses: Sequence[float]) -> Weights:
-    """What `paste` makes of parts that own everything, in a few large operations where a GPU prefers these."""
-    total = sum(masses)
-    shares = torch.tensor([mass / total for mass in masses]).to(next(iter(old.values())))
-    found: Weights = {}
-    for name, tensor in old.items():
-        apart = torch.stack([part[name] for part in parts]) - tensor
-        change = apart.mul_(shares.reshape(-1, *[1] * tensor.dim())).sum(0)
-        found[name] = torch.where(change == 0, tensor, tensor + change)  # adding 0 would turn -0.0 into 0.0
-    return found
-
-
-def _filled(like: Weights, value: float) -> Weights:
-    """Tensors of these shapes full of one value, made in one go where they are all of a kind."""
-    first = next(iter(like.values()))
-    if any(t.dtype != first.dtype or t.device != first.device for t in like.values()):
-        return {name: torch.full_like(t, value) for name, t in like.items()}
-    sizes = [t.numel() for t in like.values()]
-    flat = torch.full((sum(sizes),), value, dtype=first.dtype, device=first.device).split(sizes)
-    return {name: part.view(t.shape) for (name, t), part in zip(like.items(), flat, strict=True)}
-
-
-def _at(tensor: Tensor, at: Index) -> Tensor:
+def tensor_at(tensor: Tensor, at: Index) -> Tensor:
     return tensor[at] if at else tensor

@@ -220,7 +220,7 @@ class Darts(Space):
         """Takes sub-networks too, and with it `paste`: they own whole tensors."""
         if not _is_keep(arch):
             return super().index(arch)  # type: ignore[arg-type]
-        return {name: (slice(None),) * len(self.full_shapes[name]) for name in self.names_of(arch)}
+        return dict.fromkeys(self.names_of(arch), ())
 
     def cut_keep(self, weights: Weights, keep: Keep) -> Weights:
         """The sub-network's own copy of its tensors (differentiable)."""
