@@ -203,6 +203,27 @@ def test_clients_whose_steps_share_a_lane_take_turns(monkeypatch: pytest.MonkeyP
     assert apart(plain, run()[0]) < 1e-4
 
 
+def test_a_lane_goes_on_after_a_step_that_could_not_be_captured() -> None:
+    from fedtailor.engine.local import Cannot
+    from fedtailor.engine.replay import Forward, Lane
+
+    lane = Lane(torch.cuda.Stream())
+    net, images = torch.nn.Linear(3, 2).cuda(), torch.ones(4, 3, device="cuda")
+    torch.cuda.synchronize()
+
+    class Impatient(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(x.sum())  # reads a value, which a capture cannot
+
+    with torch.no_grad(), torch.cuda.stream(lane.stream):
+        before = Forward(net, images, lane)
+        with pytest.raises(Cannot):
+            Forward(Impatient(), images, lane)
+        after = Forward(net, images, lane)
+        for forward in (before, after):
+            assert torch.allclose(forward(images), net(images))
+
+
 def test_rounds_with_new_archs_do_not_take_more_and_more_memory() -> None:
     setup = prepare(config_of("perfedrlnas", "tiny", rounds=60, clients=8, participants=4, local__epochs=0.3))
     federation, _ = setup.federation(torch.device("cuda"), 1)

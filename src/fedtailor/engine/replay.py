@@ -62,17 +62,30 @@ class Lane:
     """A stream, and memory for the steps captured on it. They run one after another, so one's scratch is the next's."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream, self._keeper = stream, torch.cuda.CUDAGraph()
-        something = torch.zeros(1, device=stream.device)
-        with torch.cuda.stream(stream):  # as long as one graph has the memory, what others leave stays for the next
-            self._keeper.capture_begin(capture_error_mode="thread_local")
-            something.zero_()
-            self._keeper.capture_end()
+        self.stream, self._keeper = stream, keeper(stream)
 
     def begin(self, graph: torch.cuda.CUDAGraph) -> None:
         """What follows on the stream is recorded, with matrix workspaces of its own: lanes run side by side."""
         torch._C._cuda_clearCublasWorkspaces()
         graph.capture_begin(self._keeper.pool(), capture_error_mode="thread_local")
+
+    def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that an error has made void; that error is the one to report."""
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        generator = torch.cuda.default_generators[self.stream.device_index]
+        generator.graphsafe_set_state(generator.clone_state())  # it would believe for ever that it is being captured
+        self._keeper = keeper(self.stream)  # and so would torch of the memory
+
+
+def keeper(stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """A graph that has memory of its own, as long as it lives; what others there leave stays for the next."""
+    graph, something = torch.cuda.CUDAGraph(), torch.zeros(1, device=stream.device)
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        something.zero_()
+        graph.capture_end()
+    return graph
 
 
 @lru_cache(maxsize=64)
@@ -143,7 +156,7 @@ class Replay:
                 self.counter += 1
                 self.graph.capture_end()
             except Exception as error:
-                abandon(self.graph, self.total.device)
+                self.lane.abandon(self.graph)
                 raise refusal(error) from error
 
     def start(self, draws: Sequence[Draw], steps: int) -> None:
@@ -309,7 +322,7 @@ class Forward:
             self.logits = net(self.images)
             self.graph.capture_end()
         except Exception as error:
-            abandon(self.graph, images.device)
+            lane.abandon(self.graph)
             raise refusal(error) from error
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -333,14 +346,6 @@ class Forwards:
                 self._by_size[size] = Forward(net, images, self.lane)
         forward = self._by_size.setdefault(size, None)
         return net(images) if forward is None else forward(images)
-
-
-def abandon(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-    """Ends a capture that an error has made void; that error is the one to report."""
-    with contextlib.suppress(RuntimeError):
-        graph.capture_end()
-    generator = torch.cuda.default_generators[device.index or 0]
-    generator.graphsafe_set_state(generator.clone_state())  # it would believe for ever that it is being captured
 
 
 def refusal(error: Exception) -> Exception:
