@@ -1,4 +1,4 @@
-"""The GPU engine against the plain path. Needs a CUDA device: `pytest -m gpu`."""
+"""The GPU engine against the plain path, on a GPU (`pytest -m gpu`) and, what can be, in pretence on a processor."""
 
 from __future__ import annotations
 
@@ -11,21 +11,35 @@ from torch import Tensor
 
 from fedtailor.engine.loop import Event, Federation, State
 from fedtailor.errors import UserError
-from fedtailor.runs.execute import make_engine, prepare
+from fedtailor.runs import execute
+from fedtailor.runs.execute import prepare
 from fedtailor.values import tensors_in
+from pretend_cuda import pretend
 from test_sweep import CASES, config_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: run this on a machine with one"),
-]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+on_a_gpu = [pytest.mark.gpu, needs_gpu]
+device = torch.device("cuda")
+
+
+@pytest.fixture(params=["pretence", pytest.param("cuda", marks=on_a_gpu)], autouse=True)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the engine runs."""
+    there = pretend(monkeypatch) if request.param == "pretence" else torch.device("cuda")
+    monkeypatch.setitem(globals(), "device", there)
+    return request.param
+
+
+def only_on_a_gpu(test: Any) -> Any:
+    """For what a processor cannot pretend: captures themselves, and memory."""
+    return pytest.mark.parametrize("place", [pytest.param("cuda", marks=on_a_gpu)], indirect=True)(test)
 
 
 def one_round(method: str, space: str, engine: str, **changes: Any) -> tuple[State, list[Event], Federation]:
     # one or two steps a client: rounding differs between kernels, and training multiplies it by ten every few steps
     small = {"rounds": 2, "local__epochs": 0.3, "local__lr": 0.003, "precision": "fp32"}
     setup = prepare(config_of(method, space, **(small | changes)))
-    federation, _ = setup.federation(torch.device("cuda"), 1, engine)
+    federation, _ = setup.federation(device, 1, engine)
     state, events = federation.begin(), []
     next(federation.rounds(state, events.append))
     return state, events, federation
@@ -36,7 +50,15 @@ def tensors(state: State) -> dict[str, Tensor]:
     return {name: t.double() for name, t in tensors_in(values) if t.is_floating_point()}
 
 
-@pytest.mark.parametrize(("method", "space"), CASES)
+# on a processor one space a method, and every space with one of them: the engine never asks which it is
+PRETENDED = [
+    (m, s) for m, s in CASES if s in ("", "tiny") or m in ("perfedrlnas", "spider", "fednas", "fednas-personal")
+]
+EVERYWHERE = [(m, s, "pretence") for m, s in PRETENDED]
+EVERYWHERE += [pytest.param(m, s, "cuda", marks=on_a_gpu) for m, s in CASES]
+
+
+@pytest.mark.parametrize(("method", "space", "place"), EVERYWHERE, indirect=["place"])
 def test_engines_agree_after_one_round(method: str, space: str) -> None:
     eager, eager_events, _ = one_round(method, space, "eager")
     ours, our_events, _ = one_round(method, space, "auto")
@@ -51,7 +73,7 @@ def test_engines_agree_after_one_round(method: str, space: str) -> None:
 
 def test_a_captured_step_is_used_again() -> None:
     setup = prepare(config_of("fedavg", "", rounds=4, participants=3))
-    federation, _ = setup.federation(torch.device("cuda"), 1)
+    federation, _ = setup.federation(device, 1)
     state = federation.begin()
     counts = []
     for _ in federation.rounds(state, lambda event: None):
@@ -59,14 +81,15 @@ def test_a_captured_step_is_used_again() -> None:
     assert counts == [3, 3, 3, 3]
 
 
+@only_on_a_gpu
 def test_a_step_that_cannot_be_captured_runs_all_the_same() -> None:
     said: list[str] = []
-    engine = make_engine(torch.device("cuda"), 1, say=said.append)
+    engine = execute.make_engine(device, 1, say=said.append)
     setup = prepare(config_of("fedavg", "", rounds=1))
-    federation, _ = setup.federation(torch.device("cuda"), 1)
+    federation, _ = setup.federation(device, 1)
     federation.engine = engine
     client = federation.client(setup.job.seats[0], {}, 1)
-    weight = torch.zeros(10, 64, device="cuda")
+    weight = torch.zeros(10, 64, device=device)
     seen: list[float] = []
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -81,7 +104,7 @@ def test_a_step_that_cannot_be_captured_runs_all_the_same() -> None:
     assert engine.run([("one", work()), ("two", work())]) == [0.0, 0.0]
     assert len(said) == 1
     assert "cannot be captured" in said[0]
-    assert torch.randn(3, device="cuda").isfinite().all()  # the failed capture left torch's generator as it was
+    assert torch.randn(3, device=device).isfinite().all()  # the failed capture left torch's generator as it was
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "scaffold", "fedrep"])
@@ -123,7 +146,7 @@ def run(lanes: int = 0, engine: str = "auto", **changes: Any) -> tuple[State, Fe
         "precision": "fp32",
     }
     setup = prepare(config_of("perfedrlnas", "tiny", **(small | changes)))
-    federation, _ = setup.federation(torch.device("cuda"), 1, engine, said.append)
+    federation, _ = setup.federation(device, 1, engine, said.append)
     if lanes:
         federation.engine.at_once = lanes  # type: ignore[attr-defined]
     state = federation.begin()
@@ -176,6 +199,7 @@ def test_a_full_card_trains_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert apart(plain, state) < 1e-4
 
 
+@only_on_a_gpu
 def test_captured_forward_passes_read_the_weights_where_they_lie_and_share_a_lane() -> None:
     from fedtailor.engine.replay import Forwards, Lane
 
@@ -190,7 +214,7 @@ def test_captured_forward_passes_read_the_weights_where_they_lie_and_share_a_lan
             for net, forwards in zip(nets, passes, strict=True):
                 for p in net.parameters():
                     p.fill_(0.01 * scale)
-                x = torch.randn(7, *space.input, device="cuda")
+                x = torch.randn(7, *space.input, device=device)
                 assert torch.allclose(forwards(net, x, lambda: True), net(x), atol=1e-5)
     assert all(forwards._by_size[7] is not None for forwards in passes)
 
@@ -203,12 +227,13 @@ def test_clients_whose_steps_share_a_lane_take_turns(monkeypatch: pytest.MonkeyP
     assert apart(plain, run()[0]) < 1e-4
 
 
+@only_on_a_gpu
 def test_a_lane_goes_on_after_a_step_that_could_not_be_captured() -> None:
     from fedtailor.engine.local import Cannot
     from fedtailor.engine.replay import Forward, Lane
 
     lane = Lane(torch.cuda.Stream())
-    net, images = torch.nn.Linear(3, 2).cuda(), torch.ones(4, 3, device="cuda")
+    net, images = torch.nn.Linear(3, 2).cuda(), torch.ones(4, 3, device=device)
     torch.cuda.synchronize()
 
     class Impatient(torch.nn.Module):
@@ -224,9 +249,10 @@ def test_a_lane_goes_on_after_a_step_that_could_not_be_captured() -> None:
             assert torch.allclose(forward(images), net(images))
 
 
+@only_on_a_gpu
 def test_rounds_with_new_archs_do_not_take_more_and_more_memory() -> None:
     setup = prepare(config_of("perfedrlnas", "tiny", rounds=60, clients=8, participants=4, local__epochs=0.3))
-    federation, _ = setup.federation(torch.device("cuda"), 1)
+    federation, _ = setup.federation(device, 1)
     federation.engine.most_slots = 8  # type: ignore[attr-defined]
     held: list[int] = []
     for _ in federation.rounds(federation.begin(), lambda event: None):
@@ -234,6 +260,7 @@ def test_rounds_with_new_archs_do_not_take_more_and_more_memory() -> None:
     assert held[-1] <= 1.2 * held[len(held) // 2]
 
 
+@only_on_a_gpu
 @pytest.mark.parametrize(
     "name", ["mobilenetv3", "mobilenetv2", "vit", "darts", "mobilenetv3_large", "densenet", "levit"]
 )
@@ -244,7 +271,7 @@ def test_training_memory_is_foreseen_within_15_percent(name: str) -> None:
     space = lookup(kind, name)((3, 32, 32), 10)
     net = space.build(space.largest).cuda().train()
     optimiser = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9, fused=True)
-    x, y = torch.randn(64, 3, 32, 32, device="cuda"), torch.zeros(64, dtype=torch.long, device="cuda")
+    x, y = torch.randn(64, 3, 32, 32, device=device), torch.zeros(64, dtype=torch.long, device=device)
     weights = sum(p.numel() * 4 for p in net.parameters())
     for _ in range(2):  # the first makes workspaces and momenta
         optimiser.zero_grad()
@@ -257,10 +284,11 @@ def test_training_memory_is_foreseen_within_15_percent(name: str) -> None:
     assert abs(space.cost(space.largest).training_memory(64) / peak - 1) < 0.15
 
 
+@only_on_a_gpu
 def test_memories_that_find_no_room_on_the_card_wait_in_host_memory() -> None:
     def three_rounds(room: int) -> State:
         setup = prepare(config_of("ditto", "", rounds=3, clients=6, participants=3, local__epochs=0.3, local__lr=0.01))
-        federation, _ = setup.federation(torch.device("cuda"), 1)
+        federation, _ = setup.federation(device, 1)
         federation.engine.shelf.room = room  # type: ignore[attr-defined]
         state = federation.begin()
         for _ in federation.rounds(state, lambda event: None):
@@ -277,13 +305,14 @@ def test_memories_that_find_no_room_on_the_card_wait_in_host_memory() -> None:
 
 def test_a_loss_that_is_not_a_number_stops_the_round_and_names_the_client() -> None:
     setup = prepare(config_of("fedavg", "", rounds=1, local__lr=1e30))
-    federation, _ = setup.federation(torch.device("cuda"), 1)
+    federation, _ = setup.federation(device, 1)
     state = federation.begin()
     with pytest.raises(UserError, match=r"client client-.*not a number"):
         next(federation.rounds(state, lambda event: None))
     assert state.round == 0
 
 
+@only_on_a_gpu
 @pytest.mark.parametrize("name", ["mobilenetv3", "tiny", "darts"])
 def test_cut_and_paste_on_the_gpu_are_those_of_the_processor(name: str) -> None:
     from fedtailor.registry import lookup
