@@ -77,7 +77,7 @@ def test_a_captured_step_is_used_again() -> None:
     state = federation.begin()
     counts = []
     for _ in federation.rounds(state, lambda event: None):
-        counts.append(sum(len(s) for s in federation.engine._slots.values()))  # type: ignore[attr-defined]
+        counts.append(sum(len(s) for s in federation.engine.slots.free.values()))  # type: ignore[attr-defined]
     assert counts == [3, 3, 3, 3]
 
 
@@ -162,18 +162,18 @@ def test_more_clients_than_lanes_change_nothing() -> None:
 
 
 def test_steps_of_the_next_round_are_captured_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedtailor.engine.cuda import CudaEngine
+    from fedtailor.engine.slots import Slots
 
     used: list[bool] = []
-    real = CudaEngine._slot
+    real = Slots.slot
 
-    def watched(self: CudaEngine, *args: Any) -> Any:
-        before = len(self._slots) + len(self._lent)
+    def watched(self: Slots, *args: Any) -> Any:
+        before = len(self.free) + len(self.lent)
         slot = real(self, *args)
-        used.append(len(self._slots) + len(self._lent) <= before)  # it was there already
+        used.append(len(self.free) + len(self.lent) <= before)  # it was there already
         return slot
 
-    monkeypatch.setattr(CudaEngine, "_slot", watched)
+    monkeypatch.setattr(Slots, "slot", watched)
     run(clients=25, participants=3, rounds=6)
     assert not any(used[:3])
     assert sum(used[3:]) >= 6
@@ -220,10 +220,10 @@ def test_captured_forward_passes_read_the_weights_where_they_lie_and_share_a_lan
 
 
 def test_clients_whose_steps_share_a_lane_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedtailor.engine.cuda import CudaEngine
+    from fedtailor.engine.slots import Slots
 
     plain, _, _ = run()
-    monkeypatch.setattr(CudaEngine, "_idle", lambda self, taken: self._lanes[0])
+    monkeypatch.setattr(Slots, "idle", lambda self, taken: self.lanes[0])
     assert apart(plain, run()[0]) < 1e-4
 
 
@@ -253,7 +253,7 @@ def test_a_lane_goes_on_after_a_step_that_could_not_be_captured() -> None:
 def test_rounds_with_new_archs_do_not_take_more_and_more_memory() -> None:
     setup = prepare(config_of("perfedrlnas", "tiny", rounds=60, clients=8, participants=4, local__epochs=0.3))
     federation, _ = setup.federation(device, 1)
-    federation.engine.most_slots = 8  # type: ignore[attr-defined]
+    federation.engine.slots.most = 8  # type: ignore[attr-defined]
     held: list[int] = []
     for _ in federation.rounds(federation.begin(), lambda event: None):
         held.append(torch.cuda.memory_reserved())

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
-from ..spaces.measure import Cost, parameters_of
+from ..spaces.measure import Cost
 from .jobs import Fit, Job, Loop, Recalibrate, Score
 from .local import Cannot, LocalEngine, Memory
 from .replay import FitSlot, Forwards, Lane, LoopReplay, Replay, Step, no_garbage, on
 from .shelf import Shelf
+from .slots import Slots
 from .stack import StackSlot, stacking_pays
 from .steps import Estimate, fit_step
 
@@ -57,12 +58,8 @@ class CudaEngine(LocalEngine):
         super().__init__(device, precision=precision)
         self.at_once, self.crowd = at_once, CROWD
         self._memory = torch.cuda.get_device_properties(device).total_memory
-        self.most_slots = slots
-        self._lanes = [Lane(torch.cuda.Stream(device)) for _ in range(at_once)]
-        self._slots: OrderedDict[Step, list[FitSlot]] = OrderedDict()  # free ones: no client holds their networks
-        self._lent: dict[nn.Module, FitSlot] = {}  # slots by the network that a client holds
-        self._free: OrderedDict[tuple[Space, Arch], list[nn.Module]] = OrderedDict()
-        self._given: list[tuple[tuple[Space, Arch], nn.Module]] = []
+        lanes = [Lane(torch.cuda.Stream(device)) for _ in range(at_once)]
+        self.slots = Slots(self._make, lanes, slots, precision)
         self._stacks: OrderedDict[Step, StackSlot | None] = OrderedDict()  # None: not worth it
         self._forwards: WeakKeyDictionary[nn.Module, Forwards] = WeakKeyDictionary()
         self._foresee: Callable[[], Sequence[Arch]] | None = None
@@ -76,49 +73,21 @@ class CudaEngine(LocalEngine):
         each = SLACK * largest.training_memory(batch) + WORKSPACE
         free, _ = torch.cuda.mem_get_info(self.device)
         self.at_once, self.crowd = (max(1, min(most, int(free / each))) for most in (self.at_once, self.crowd))
-        self.most_slots = max(self.at_once, min(self.most_slots, int(free / 2 / each)))
+        self.slots.most = max(self.at_once, min(self.slots.most, int(free / 2 / each)))
         self._say(
             f"GPU: {free / 2**30:.0f} GiB free; training the largest network takes about {each / 2**30:.2f} GiB, so "
-            f"{min(clients, self.at_once)} clients train side by side; up to {self.most_slots} captured steps are kept"
+            f"{min(clients, self.at_once)} clients train side by side; up to {self.slots.most} captured steps are kept"
         )
 
     # networks ---------------------------------------------------------------------------------------------------
 
     def network(self, space: Space, arch: Arch) -> nn.Module:
-        """A network of the arch: one whose step was captured ahead, or a free one. It goes back after the work."""
-        key = (space, arch)
-        for step, slots in self._slots.items():
-            if step[:2] == key and slots and slots[-1].fresh:
-                slot = slots.pop()
-                self._lent[slot.net] = slot
-                return slot.net
-        free = self._free.get(key)
-        net = free.pop() if free else self._make(space, arch)
-        self._given.append((key, net))
-        return net
+        return self.slots.network(space, arch)
 
     def _fit_out(self, net: nn.Module) -> None:
         for module in net.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.affine:
                 give_scale(module)
-
-    def _recycle(self) -> None:
-        """Takes back what clients held, and drops what was used longest ago."""
-        for key, net in self._given:
-            for parameter in parameters_of(net).values():
-                parameter.grad = None
-            self._free.setdefault(key, []).append(net)
-            self._free.move_to_end(key)
-        self._given.clear()
-        for slot in self._lent.values():
-            self._keep(slot)
-        self._lent.clear()
-        while len(self._free) > 4 * self.most_slots:
-            self._free.popitem(last=False)
-        if sum(map(len, self._slots.values())) > self.most_slots:
-            torch.cuda.synchronize(self.device)  # a graph must not go while it runs
-        while sum(map(len, self._slots.values())) > self.most_slots:
-            self._slots.popitem(last=False)
 
     # memories ---------------------------------------------------------------------------------------------------
 
@@ -167,7 +136,7 @@ class CudaEngine(LocalEngine):
         finally:
             for _, coroutine in work:
                 coroutine.close()
-            self._recycle()
+            self.slots.recycle()
         return results
 
     def _together(self, batch: list[Waiting]) -> dict[int, Any]:
@@ -175,18 +144,19 @@ class CudaEngine(LocalEngine):
         answers = self._train(training) | self._estimate(batch)
         hits: list[tuple[int, Tensor, int]] = []
         scores = [(number, label, job) for number, label, job in batch if isinstance(job, Score)]
+        lanes = self.slots.lanes
         for i, (_, _, job) in enumerate(scores):
             if job.net not in self._forwards:
-                self._forwards[job.net] = Forwards(self._lanes[i % len(self._lanes)])
-        lanes = {self._forwards[job.net].lane.stream for _, _, job in scores}
+                self._forwards[job.net] = Forwards(lanes[i % len(lanes)])
+        streams = {self._forwards[job.net].lane.stream for _, _, job in scores}
         here = torch.cuda.current_stream(self.device)
-        for lane in lanes:
-            lane.wait_stream(here)
+        for stream in streams:
+            stream.wait_stream(here)
         for number, label, job in scores:
             with self._named(label), on(self._forwards[job.net].lane.stream):
                 hits.append((number, self._hits(job), job.split.size))
-        for lane in lanes:
-            here.wait_stream(lane)
+        for stream in streams:
+            here.wait_stream(stream)
         for number, label, job in batch:
             if number not in answers and not isinstance(job, Score):
                 answers[number] = self._do(label, job)
@@ -242,17 +212,17 @@ class CudaEngine(LocalEngine):
             return found
         self._stacks[key] = None
         try:
-            first, *others = self._lanes[: 1 + min(clients, 2 * FEWEST)]
+            first, *others = self.slots.lanes[: 1 + min(clients, 2 * FEWEST)]
             net = self._make(key.space, key.arch)
             stack = StackSlot(key, net, clients, jobs[0].steps, first, self.precision)
-            trial = [FitSlot(key, self._make(key.space, key.arch), lane, self.precision) for lane in others]
+            trial = [self.slots.captured(key, lane) for lane in others]
         except (Cannot, torch.OutOfMemoryError):
             return None
         if stacking_pays(stack, trial, clients, jobs[0].steps):
             self._stacks[key] = stack
         else:
             for slot in trial:
-                self._keep(slot)
+                self.slots.keep(slot)
         while len(self._stacks) > MOST_STACKS:
             self._stacks.popitem(last=False)
         return self._stacks[key]
@@ -277,16 +247,16 @@ class CudaEngine(LocalEngine):
         if not replays:
             return {}
         with contextlib.suppress(Cannot, torch.OutOfMemoryError):  # then the next round captures its own steps
-            for key, lane in zip(self._next(new, replays), cycle(self._lanes), strict=False):
-                self._keep(FitSlot(key, self._make(key.space, key.arch), lane, self.precision))
+            for key, lane in zip(self._next(new, replays), cycle(self.slots.lanes), strict=False):
+                self.slots.keep(self.slots.captured(key, lane))
                 self._queue(replays, -(-AHEAD // len(replays)))
         while any(replay.left for replay in replays):
             self._queue(replays, 1)
         for replay in replays:
             replay.finish()
             here.wait_stream(replay.stream)
-            if isinstance(replay, FitSlot) and replay.net not in self._lent:
-                self._keep(replay)
+            if isinstance(replay, FitSlot):
+                self.slots.keep(replay)
         if loops := [replay for replay in replays if isinstance(replay, LoopReplay)]:
             torch.cuda.synchronize(self.device)
             for replay in loops:
@@ -314,7 +284,7 @@ class CudaEngine(LocalEngine):
 
     def _make_room(self, clients: int, label: str, error: Exception) -> None:
         """After the card's memory was found full with so many clients in training."""
-        if not clients and not (self._slots or self._free or any(self._stacks.values())):
+        if not clients and not (len(self.slots) or any(self._stacks.values())):
             raise RuntimeError(f"{label}: the GPU's memory is too small for one client ({error})") from error
         self.forget()
         self.at_once = self.crowd = max(1, clients or self.at_once // 2)
@@ -324,10 +294,6 @@ class CudaEngine(LocalEngine):
     def _queue(replays: Sequence[Replay], steps: int) -> None:
         for replay in replays:
             replay.replay(steps)
-
-    def _keep(self, slot: FitSlot) -> None:
-        self._slots.setdefault(slot.key, []).append(slot)
-        self._slots.move_to_end(slot.key)
 
     def _next(self, new: set[Step], replays: Sequence[Replay]) -> Iterator[Step]:
         """The steps that the next round will want and that are not there, if its archs can be foreseen.
@@ -341,7 +307,7 @@ class CudaEngine(LocalEngine):
         busy = Counter(replay.key for replay in replays if isinstance(replay, FitSlot))
         for arch, wanted in Counter(arch for arch in foresee() if arch).items():
             for key in (pattern._replace(arch=arch) for pattern in patterns):
-                for _ in range(wanted - busy[key] - len(self._slots.get(key, ()))):
+                for _ in range(wanted - busy[key] - len(self.slots.free.get(key, ()))):
                     yield key
 
     def _free_memory(self) -> int:
@@ -356,7 +322,7 @@ class CudaEngine(LocalEngine):
         with self._named(label):
             if isinstance(job, Fit) and job.loss is None:
                 with contextlib.suppress(Cannot):  # if it cannot be captured, it is run as a step of its own below
-                    slot = self._slot(Step.of(job), job.net, taken)
+                    slot = self.slots.slot(Step.of(job), job.net, taken, self.at_once)
                     if slot.fresh:
                         new.add(slot.key)
                     slot.begin(job)
@@ -364,33 +330,10 @@ class CudaEngine(LocalEngine):
             if isinstance(job, Fit):
                 job = Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed)
             assert isinstance(job, Loop)
-            replay = LoopReplay(job, self._idle(taken), self.precision)
+            replay = LoopReplay(job, self.slots.idle(taken), self.precision)
             if replay.obstacle and replay.left:
                 self._tell(f"{label}: runs step by step, its step cannot be captured ({replay.obstacle})")
             return replay
-
-    def _idle(self, taken: set[Lane]) -> Lane:
-        """A lane that is not taken and, if there is one, that no client's own step will want."""
-        lent = {slot.lane for slot in self._lent.values()}
-        idle = [lane for lane in self._lanes if lane not in taken]
-        return next((lane for lane in idle if lane not in lent), idle[0])
-
-    def _slot(self, key: Step, net: nn.Module, taken: set[Lane]) -> FitSlot:
-        """A captured step: the one that has the client's own network, a free one, or a new one.
-
-        Two that share a lane take turns, which costs less than to capture another one.
-        """
-        own = self._lent.get(net)
-        if own and own.key == key:
-            return own
-        if free := self._slots.get(key):
-            return free.pop(next((i for i, slot in enumerate(free) if slot.lane not in taken), -1))
-        rest = [(k, given) for k, given in self._given if given is not net]
-        if len(rest) == len(self._given) or len(self._lent) >= self.at_once:
-            return FitSlot(key, self._make(key.space, key.arch), self._idle(taken), self.precision)
-        slot = self._lent[net] = FitSlot(key, net, self._idle(taken), self.precision)
-        self._given = rest
-        return slot
 
     # scoring ----------------------------------------------------------------------------------------------------
 
@@ -400,11 +343,9 @@ class CudaEngine(LocalEngine):
     def forget(self) -> None:
         """Drops every captured step and network that no client holds."""
         torch.cuda.synchronize(self.device)  # a graph must not go while it runs
-        self._slots.clear()
-        self._free.clear()
+        self.slots.forget()
         self._forwards.clear()
         self._stacks = OrderedDict.fromkeys(self._stacks)  # what is short of memory should not stack again
-        self._lanes = [Lane(lane.stream) for lane in self._lanes]  # the old ones' memory goes with their last step
         torch.cuda.empty_cache()
 
     def _tell(self, text: str) -> None:

@@ -1,0 +1,102 @@
+"""Networks and captured steps on a GPU, for whoever needs one next: lent, taken back, kept, dropped."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from ..spaces.base import Arch, Space
+from ..spaces.measure import parameters_of
+from .replay import FitSlot, Lane, Step
+
+Kind = tuple[Space, Arch]
+
+
+class Slots:
+    """Captured steps by what they do, and networks by what they are, the longest unused first."""
+
+    def __init__(
+        self, make: Callable[[Space, Arch], nn.Module], lanes: Sequence[Lane], most: int, precision: str
+    ) -> None:
+        self.make, self.lanes, self.most, self.precision = make, lanes, most, precision
+        self.free: OrderedDict[Step, list[FitSlot]] = OrderedDict()  # no client holds their networks
+        self.lent: dict[nn.Module, FitSlot] = {}  # by the network that a client holds
+        self._networks: OrderedDict[Kind, list[nn.Module]] = OrderedDict()  # free ones that have no captured step
+        self._given: list[tuple[Kind, nn.Module]] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self.free.values())) + sum(map(len, self._networks.values()))
+
+    def network(self, space: Space, arch: Arch) -> nn.Module:
+        """A network of the arch: one whose step was captured ahead, or a free one. It goes back after the work."""
+        kind = (space, arch)
+        for step, slots in self.free.items():
+            if step[:2] == kind and slots and slots[-1].fresh:
+                slot = slots.pop()
+                self.lent[slot.net] = slot
+                return slot.net
+        free = self._networks.get(kind)
+        net = free.pop() if free else self.make(space, arch)
+        self._given.append((kind, net))
+        return net
+
+    def slot(self, key: Step, net: nn.Module, taken: set[Lane], own: int) -> FitSlot:
+        """A captured step: the one that has the client's own network, a free one, or a new one.
+
+        At most so many clients have steps with their `own` network, the others' weights are copied. Two that share a lane take turns, which costs less than to capture another one.
+        """
+        lent = self.lent.get(net)
+        if lent and lent.key == key:
+            return lent
+        if free := self.free.get(key):
+            return free.pop(next((i for i, slot in enumerate(free) if slot.lane not in taken), -1))
+        rest = [(kind, given) for kind, given in self._given if given is not net]
+        if len(rest) == len(self._given) or len(self.lent) >= own:
+            return self.captured(key, self.idle(taken))
+        slot = self.lent[net] = FitSlot(key, net, self.idle(taken), self.precision)
+        self._given = rest
+        return slot
+
+    def captured(self, key: Step, lane: Lane) -> FitSlot:
+        """A new step with a network of its own."""
+        return FitSlot(key, self.make(key.space, key.arch), lane, self.precision)
+
+    def idle(self, taken: set[Lane]) -> Lane:
+        """A lane that is not taken and, if there is one, that no client's own step will want."""
+        lent = {slot.lane for slot in self.lent.values()}
+        idle = [lane for lane in self.lanes if lane not in taken]
+        return next((lane for lane in idle if lane not in lent), idle[0])
+
+    def keep(self, slot: FitSlot) -> None:
+        """For the next job of its kind, unless a client still holds its network."""
+        if slot.net not in self.lent:
+            self.free.setdefault(slot.key, []).append(slot)
+            self.free.move_to_end(slot.key)
+
+    def recycle(self) -> None:
+        """Takes back what clients held, and drops what was used longest ago."""
+        for kind, net in self._given:
+            for parameter in parameters_of(net).values():
+                parameter.grad = None
+            self._networks.setdefault(kind, []).append(net)
+            self._networks.move_to_end(kind)
+        self._given.clear()
+        back = list(self.lent.values())
+        self.lent.clear()
+        for slot in back:
+            self.keep(slot)
+        while len(self._networks) > 4 * self.most:
+            self._networks.popitem(last=False)
+        if sum(map(len, self.free.values())) > self.most:
+            torch.cuda.synchronize(self.lanes[0].stream.device)  # a graph must not go while it runs
+        while sum(map(len, self.free.values())) > self.most:
+            self.free.popitem(last=False)
+
+    def forget(self) -> None:
+        """Drops every captured step and network that no client holds."""
+        self.free.clear()
+        self._networks.clear()
+        self.lanes = [Lane(lane.stream) for lane in self.lanes]  # the old ones' memory goes with their last step
