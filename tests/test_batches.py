@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from fedtailor.data.batches import AUGMENTATIONS, Split, Stream, augment, augmentation, steps_for
-from fedtailor.seeds import seed_of, uniform
+from fedtailor.kernels.random import uniform
+from fedtailor.seeds import seed_of
 
 
 def make_split(size: int = 10, side: int = 16) -> Split:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from fedtailor.engine.steps import Estimate
 from fedtailor.method import Task
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.nets.base import features
+from fedtailor.registry import lookup, names
+from fedtailor.spaces.copying import undrawn
+from fedtailor.spaces.measure import tensors_of
 from fedtailor.values import read_value, write_value
 from tools import by_hand, numbers, three
 
@@ -91,7 +95,7 @@ def test_a_network_built_without_weights_leaves_other_threads_theirs() -> None:
     def draw() -> None:
         drawn.append(nn.init.ones_(torch.empty(3)))
 
-    with engine.undrawn():
+    with undrawn(torch.device("cpu")):
         mine = nn.init.ones_(torch.full((3,), 7.0))
         other = threading.Thread(target=draw)
         other.start()
@@ -99,6 +103,27 @@ def test_a_network_built_without_weights_leaves_other_threads_theirs() -> None:
     assert mine.tolist() == [7.0] * 3
     assert drawn[0].tolist() == [1.0] * 3
     assert nn.init.ones_(torch.full((3,), 7.0)).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("name", names("space"))
+def test_networks_made_of_copied_blocks_are_the_ones_that_would_be_built(name: str) -> None:
+    space = lookup("space", name)((3, 32, 32), 10)
+    arch, runs = space.sample(np.random.default_rng(0)), engine.LocalEngine(torch.device("cpu"), 1)
+    built = engine.ready(space.build(arch)).eval()
+    first, second = (runs._make(space, arch).eval() for _ in range(2))
+    weights = tensors_of(built)
+    images = torch.randn(2, 3, 32, 32)
+    for net in (first, second):
+        assert [type(m) for m in net.modules()] == [type(m) for m in built.modules()]
+        assert {n: t.shape for n, t in tensors_of(net).items()} == {n: t.shape for n, t in weights.items()}
+        net.load_state_dict(built.state_dict())
+        assert torch.equal(net(images), built(images))
+    one, two = ({t.data_ptr() for t in (*net.parameters(), *net.buffers())} for net in (first, second))
+    assert not one & two
+    second.get_submodule(next(n for n, m in second.named_modules() if isinstance(m, nn.Conv2d))).register_forward_hook(
+        lambda *_: torch.full((), float("nan"))
+    )
+    assert first(images).isfinite().all()
 
 
 def test_statistics_taken_step_by_step_are_the_mean_over_batches() -> None:

@@ -17,12 +17,15 @@ from fedtailor.kernels import blocks as blocks_room
 from fedtailor.kernels import columns as columns_room
 from fedtailor.kernels import depthwise as depthwise_room
 from fedtailor.kernels import gates, norm
+from fedtailor.kernels import random as random_room
 from fedtailor.kernels.blocks import Blocks
 from fedtailor.kernels.columns import Window, patches
 from fedtailor.kernels.compiling import is_plain, plain
 from fedtailor.kernels.depthwise import Depthwise, Shape, depthwise
 from fedtailor.kernels.gates import channel_gates
 from fedtailor.kernels.norm import Rule, batch_norm
+from fedtailor.kernels.random import uniform
+from fedtailor.spaces.layers import Dropout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no g++ here")
@@ -43,12 +46,12 @@ SHAPES = [  # images, channels, height, width, kernel, stride, dilation, filters
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where the kernels run: on a GPU, or their sources on a processor."""
     if request.param == "cpu":
-        for room in (depthwise_room, norm, gates, blocks_room, columns_room):
+        for room in (depthwise_room, norm, gates, blocks_room, columns_room, random_room):
             for name in ("compiled", "launch", "applies"):
                 monkeypatch.setattr(room, name, getattr(cuda_on_cpu, name))
         monkeypatch.setattr(depthwise_room, "BLOCKS", 8)
         monkeypatch.setattr(norm, "THREADS", 64)
-        for room in (gates, blocks_room, columns_room):
+        for room in (gates, blocks_room, columns_room, random_room):
             monkeypatch.setattr(room, "THREADS", 64)
         yield "cpu"
         return
@@ -343,3 +346,29 @@ def test_patches_are_those_that_torch_unfolds(
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
     torch.testing.assert_close(ours[2], theirs[2])
+
+
+def test_random_numbers_are_those_of_torchs_integers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = torch.tensor([0, 1, -7, 2**62 - 1, 123456789], device=device)
+
+    def draw() -> tuple[Tensor, ...]:
+        each = torch.vmap(lambda counter: uniform(counter, 3, 5))(counters)
+        return uniform(counters[1], 4, 1), uniform(counters, 300), uniform(counters.view(5, 1), 2), each
+
+    ours = draw()
+    monkeypatch.setattr(random_room, "applies", lambda counter: False)
+    theirs = draw()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+    assert float(ours[1].min()) >= 0
+    assert float(ours[1].max()) < 1
+    assert abs(float(ours[1].mean()) - 0.5) < 0.05
+
+
+def test_dropout_lets_the_gradient_through_where_it_let_the_value_through(device: str) -> None:
+    layer, x = Dropout(0.25).to(device), torch.randn(50, 40, device=device, requires_grad=True)
+    y = layer(x)
+    layer(x)  # moves the counter on
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(y, x * gradient)
+    assert abs(float((y == 0).float().mean()) - 0.25) < 0.05

@@ -40,25 +40,3 @@ def torch_seed(*key: Key) -> Iterator[None]:
     with _global_generator, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(*key))
         yield
-
-
-_MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47  # odd 64-bit constants, as signed integers
-
-
-def hash_bits(counter: torch.Tensor) -> torch.Tensor:
-    """Mixes int64 counters into 62 well-spread bits (an xor-shift-multiply finaliser).
-
-    Pure integer arithmetic: the same numbers on every device and inside a captured graph.
-    """
-    x = counter * _MIX1
-    x = (x ^ (x >> 32)) * _MIX2
-    x = (x ^ (x >> 29)) * _MIX1
-    return (x ^ (x >> 32)) & ((1 << 62) - 1)
-
-
-def uniform(seed: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Uniform numbers in [0, 1) of the given shape for every seed of an int64 tensor (one seed: just that shape)."""
-    count = int(np.prod(shape)) if shape else 1
-    index = torch.arange(count, device=seed.device, dtype=torch.int64)
-    bits = hash_bits(hash_bits(seed)[..., None] + index)
-    return ((bits >> 38).to(torch.float32) / (1 << 24)).reshape(*seed.shape, *shape)

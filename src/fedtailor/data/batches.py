@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..seeds import hash_bits, rng_of, uniform
+from ..kernels.random import uniform
+from ..seeds import rng_of
 
 NORMALISATION = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -79,7 +80,7 @@ def shuffled(split: Split, batch: int, steps: int, seed: int) -> np.ndarray:
 
 def augmentation(seeds: Tensor, count: int) -> Tensor:
     """The random numbers that `augment` needs for `count` images of every step, [5, steps * count]."""
-    return uniform(hash_bits(seeds), 5, count).movedim(-2, 0).reshape(5, -1)
+    return uniform(seeds, 5, count).movedim(-2, 0).reshape(5, -1)
 
 
 def augment(x: Tensor, how: str, draws: Tensor) -> Tensor:

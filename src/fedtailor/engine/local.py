@@ -23,6 +23,7 @@ from ..errors import UserError
 from ..kernels.compiling import plain
 from ..spaces.abreast import SideBySide
 from ..spaces.base import Arch, Space, Weights
+from ..spaces.copying import undrawn
 from ..spaces.layers import Dropout, seed_dropout
 from ..spaces.measure import Cost, remember_tensors
 from ..values import on_device
@@ -33,7 +34,6 @@ from .steps import fit_step
 T = TypeVar("T")
 Memory = dict[str, Any]  # what a client keeps
 SPARE = 64  # the most networks kept for the next client
-_BUILDING = threading.Lock()
 
 
 class Stopped(Exception):
@@ -86,7 +86,7 @@ class LocalEngine:
 
     def _make(self, space: Space, arch: Arch) -> nn.Module:
         """Builds without drawing first weights, which are overwritten anyway."""
-        with undrawn():
+        with undrawn(self.device):
             net = space.build(arch)
         ready(net)
         net.space, net.arch = space, arch  # type: ignore[assignment]
@@ -271,29 +271,6 @@ def recalibrate(net: nn.Module, draw: Callable[[int], tuple[Tensor, Tensor]], ba
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
     net.train(training)
-
-
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """Networks that this thread builds inside leave their weights as the memory was; other threads draw theirs."""
-    names = [n for n in dir(nn.init) if n.endswith("_") and not n.startswith("_")]
-    builder = threading.get_ident()
-
-    def spared(draw: Callable[..., Any]) -> Callable[..., Any]:
-        def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return tensor if threading.get_ident() == builder else draw(tensor, *args, **kwargs)
-
-        return fill
-
-    with _BUILDING:  # who restores torch's functions must have replaced them
-        kept = {n: getattr(nn.init, n) for n in names}
-        try:
-            for name, draw in kept.items():
-                setattr(nn.init, name, spared(draw))
-            yield
-        finally:
-            for name, draw in kept.items():
-                setattr(nn.init, name, draw)
 
 
 def ready(net: nn.Module) -> nn.Module:

@@ -46,7 +46,8 @@ class Slots:
     def slot(self, key: Step, net: nn.Module, taken: set[Lane], own: int) -> FitSlot:
         """A captured step: the one that has the client's own network, a free one, or a new one.
 
-        At most so many clients have steps with their `own` network, the others' weights are copied. Two that share a lane take turns, which costs less than to capture another one.
+        At most so many clients have steps with their `own` network, the others' weights are copied. Two that share a
+        lane take turns, which costs less than to capture another one.
         """
         lent = self.lent.get(net)
         if lent and lent.key == key:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..kernels.random import uniform
 from ..registry import register
-from ..seeds import hash_bits, uniform
 from ..spaces.layers import Counted
 from .base import FixedNet
 from .blocks import at_least
@@ -41,7 +41,7 @@ class Routing(Counted):
         logits = self.logits
         if self.training:
             self.counter.add_(1)
-            u = uniform(hash_bits(self.counter), *logits.shape).clamp(1e-6, 1 - 1e-6)
+            u = uniform(self.counter, *logits.shape).clamp(1e-6, 1 - 1e-6)
             logits = logits + u.log() - (1 - u).log()
         opened = (logits >= 0) | (logits == logits.amax(1, keepdim=True))
         soft = torch.sigmoid(logits / self.temperature)

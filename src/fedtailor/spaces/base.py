@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..kernels.blocks import Blocks
 from ..seeds import Key, torch_seed
+from .copying import remembered
 from .measure import Cost, Piece, count, tensors_of, total
 
 Arch = tuple[int, ...]
@@ -41,6 +42,11 @@ class Dimension:
 
 class Block(ABC):
     """One counted piece of a network: a frozen, hashable description that can be built."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "build" in cls.__dict__:
+            cls.build = remembered(cls.build)  # type: ignore[method-assign]
 
     @abstractmethod
     def build(self) -> nn.Module:

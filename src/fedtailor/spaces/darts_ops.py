@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..kernels.compiling import is_plain
 from ..kernels.depthwise import Depthwise
-from ..seeds import hash_bits, uniform
+from ..kernels.random import uniform
 from .abreast import SideBySide, abreast, lay, norm_abreast
 from .base import Block
 from .layers import Counted, Dropout, Norm, norm_layer
@@ -126,7 +126,7 @@ class Noise(Counted):
         if self.training:
             self.counter.add_(1)
         at = self.counter if self.training else torch.zeros_like(self.counter)
-        radius, turn = uniform(hash_bits(at + self.salt), 2, *x.shape).unbind(0)  # Box and Muller's two uniforms
+        radius, turn = uniform(at + self.salt, 2, *x.shape).unbind(0)  # Box and Muller's two uniforms
         return (torch.sqrt(-2 * torch.log1p(-radius)) * torch.cos(2 * math.pi * turn)).to(x.dtype)
 
 
@@ -137,7 +137,7 @@ class DropPath(Dropout):
         if not self.training or self.p == 0:
             return x
         self.counter.add_(1)
-        keep = uniform(hash_bits(self.counter), x.shape[0], 1, 1, 1) >= self.p
+        keep = uniform(self.counter, x.shape[0], 1, 1, 1) >= self.p
         return x * keep / (1 - self.p)
 
 

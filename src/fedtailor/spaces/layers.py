@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..kernels.depthwise import Depthwise
 from ..kernels.gates import channel_gates
 from ..kernels.norm import ACTS, BatchNorm
-from ..seeds import hash_bits, uniform
+from ..kernels.random import uniform
 from .base import Block
 
 Norm = Literal["batch", "group"]
@@ -69,7 +69,7 @@ class Dropout(Counted):
         if not self.training or self.p == 0:
             return x
         self.counter.add_(1)
-        keep = uniform(hash_bits(self.counter), *x.shape) >= self.p
+        keep = uniform(self.counter, *x.shape) >= self.p
         return x * keep / (1 - self.p)
 
 
