@@ -37,6 +37,9 @@ class Window(NamedTuple):
         return rows, columns
 
 
+POINTS = Window((1, 1), (1, 1), (0, 0))  # single points: there is nothing to gather
+
+
 class _Patches(torch.autograd.Function):
     """Vectorised over clients, these are more images."""
 
@@ -74,6 +77,8 @@ def applies(x: Tensor) -> bool:
 
 def patches(x: Tensor, window: Window) -> Tensor:
     """[images, rows, columns, height and width of the filter, channels]."""
+    if window == POINTS:
+        return x.permute(0, 2, 3, 1)[:, :, :, None, None]
     if applies(x) and _kernels(x, window, _together(x)) is not None:
         return _Patches.apply(x, window)  # type: ignore[return-value]
     (high, wide), (down, along), (top, left) = window
