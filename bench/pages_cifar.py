@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,14 +170,14 @@ def cells(x: Shown, spec: Row, federation: Federation, first: bool) -> list[str]
     if not first:
         return [*start, "", "", "", "", "", ""]
     traffic = np.mean([r["bytes_up"] + r["bytes_down"] for r in x.results]) / 1e9
-    hours, minutes = np.mean([r["simulated_hours"] for r in x.results]), sum(r["gpu_seconds"] for r in x.results) / 60
+    hours, minutes = np.mean([r["simulated_hours"] for r in x.results]), gpu_minutes(x.results)
     return [
         *start,
         str(one["rounds"]),
         f"{traffic:.1f}",
         f"{hours:.2f}",
         spec.hours,
-        f"{minutes:.1f}",
+        f"{minutes:.1f}" if minutes else "",
         "; ".join(n for n in notes(one, spec, federation) if n),
     ]
 
@@ -196,8 +196,17 @@ def notes(one: Mapping[str, Any], spec: Row, federation: Federation) -> list[str
         f"lr {local['lr']:g}" + ("" if one["row"] in tuned().get(one["federation"], {}) else ", not tuned"),
         f"{one['rounds']} rounds instead of {usual}" if one["rounds"] != usual else "",
         one["precision"] if one["precision"] != "fp32" else "",
+        "" if on_a_gpu(one) else "on a processor",
         spec.note,
     ]
+
+
+def on_a_gpu(run: Mapping[str, Any]) -> bool:
+    return not run.get("device", "cuda").startswith("cpu")
+
+
+def gpu_minutes(runs: Iterable[Mapping[str, Any]]) -> float:
+    return sum(run["gpu_seconds"] for run in runs if on_a_gpu(run)) / 60
 
 
 def costs(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str:
@@ -208,7 +217,8 @@ def costs(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str
     out = ["", "## What it cost", ""]
     if not ones:
         return "\n".join([*out, "Nothing has been run yet.", ""])
-    rows, tuning = sum(r["gpu_seconds"] for r in ones) / 60, sum(t["gpu_seconds"] for t in tried) / 60
+    ones, tried = list(filter(on_a_gpu, ones)), list(filter(on_a_gpu, tried))
+    rows, tuning = gpu_minutes(ones), gpu_minutes(tried)
     peak = max(float(r["peak_gib"]) for r in ones)
     machines = sorted({f"{r['device']}, torch {r['torch']}, Python {r['python']}" for r in ones})
     out.append(f"{rows:.0f} GPU minutes for {len(ones)} runs and {tuning:.0f} for {len(tried)} tuning runs, at most")
@@ -217,8 +227,8 @@ def costs(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str
     for (name, row), found in results.items():
         ratio = ratios.get(name, {}).get(row)
         if ratio:
-            known += sum(r["gpu_seconds"] for r in found) / 60
-            plain += ratio * sum(r["gpu_seconds"] for r in found) / 60
+            known += gpu_minutes(found)
+            plain += ratio * gpu_minutes(found)
     if known:
         out.append(f"Client after client and step after step, {known:.0f} of these minutes would have been about")
         out.append(

@@ -11,8 +11,8 @@ struct Row {
 };
 
 __device__ inline long place(const Row& row, int i) {
-    const int a = i % row.sizes[2], up = i / row.sizes[2], b = up % row.sizes[1], more = up / row.sizes[1];
-    const int c = more % row.sizes[0], d = more / row.sizes[0];
+    const int z = row.sizes[2], y = row.sizes[1], x = row.sizes[0];  // dividing short numbers is several times faster
+    const int a = i % z, b = i / z % y, c = i / z / y % x, d = i / z / y / x;
     return row.first + d * row.strides[0] + c * row.strides[1] + b * row.strides[2] + a * row.strides[3];
 }
 
