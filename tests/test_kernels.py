@@ -278,6 +278,7 @@ def test_what_learns_or_lies_apart_is_left_to_torch(blocks: Blocks, device: str)
     with torch.no_grad():
         assert blocks.take(large) is not None
     assert blocks.take([t.mT.contiguous().mT if t.dim() > 1 else t for t in large_ones(device)]) is None
+    assert blocks.take([t.new_zeros(()) for t in large_ones(device)]) is None  # other tensors of these names
 
 
 def test_parts_are_added_where_they_lie(blocks: Blocks, device: str) -> None:

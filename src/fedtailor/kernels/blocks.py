@@ -28,6 +28,7 @@ class Blocks:
     """Where the tensors of a part lie in larger ones: the large one's shape and the slices of its first axes."""
 
     def __init__(self, places: Sequence[tuple[Shape, tuple[slice, ...]]]) -> None:
+        self.shapes = [large for large, _ in places]
         boxes = [_box(*place) for place in places]
         rows = np.array([_row(*box) for box in boxes], dtype=np.int64).reshape(-1, 9)
         counts = rows[:, 8]
@@ -42,7 +43,7 @@ class Blocks:
 
     def take(self, large: Sequence[Tensor]) -> list[Tensor] | None:
         """Copies of the blocks; None where no kernel of ours can make them."""
-        if (kernels := _kernels(large)) is None:
+        if not self._describes(large) or (kernels := _kernels(large)) is None:
             return None
         out = torch.empty(self.total, device=large[0].device)
         self._launch(kernels["take"], _numbers([large], out.device), out)
@@ -53,7 +54,7 @@ class Blocks:
 
         Says no where no kernel of ours can.
         """
-        if (kernels := _kernels([t for some in tensors for t in some])) is None:
+        if not self._describes(tensors[1]) or (kernels := _kernels([t for some in tensors for t in some])) is None:
             return False
         part = tensors[0]
         self._launch(kernels["add"], _numbers(tensors, part[0].device), len(part), mass)
@@ -63,7 +64,8 @@ class Blocks:
         self, parts: Sequence[Sequence[Tensor]], old: Sequence[Tensor], masses: Sequence[float]
     ) -> list[Tensor] | None:
         """old + sum(mass * (part - old)) / sum(mass), of parts that own all; None where no kernel of ours can."""
-        if (kernels := _kernels([*old, *(t for part in parts for t in part)])) is None:
+        everything = [*old, *(t for part in parts for t in part)]
+        if not self._describes(old) or (kernels := _kernels(everything)) is None:
             return None
         device, total = old[0].device, sum(masses)
         shares = torch.tensor([mass / total for mass in masses]).to(device, non_blocking=True)
@@ -71,6 +73,10 @@ class Blocks:
         pointers = _numbers([old, *parts], device)
         self._launch(kernels["average"], pointers, shares, out, len(parts), len(old))
         return [out.as_strided(*view) for view in self.views]
+
+    def _describes(self, large: Sequence[Tensor]) -> bool:
+        """Whether these are tensors of the shapes that the tables were made for."""
+        return all(tensor.shape == shape for tensor, shape in zip(large, self.shapes, strict=True))
 
     def _launch(self, kernel: object, pointers: Tensor, *more: Tensor | int | float) -> None:
         launch(kernel, (len(self.pieces), 1), THREADS, pointers, *self._on(pointers.device), *more)
