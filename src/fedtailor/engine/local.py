@@ -24,8 +24,8 @@ from ..kernels.compiling import plain
 from ..spaces.abreast import SideBySide
 from ..spaces.base import Arch, Space, Weights
 from ..spaces.copying import undrawn
-from ..spaces.layers import Dropout, seed_dropout
-from ..spaces.measure import Cost, remember_tensors
+from ..spaces.layers import Counted, Dropout, seed_dropout
+from ..spaces.measure import Cost, let_learn, parameters_of, remember_tensors
 from ..values import on_device
 from .client import SCORE_BATCH
 from .jobs import Fit, Job, Loop, Predict, Recalibrate, Score
@@ -76,7 +76,8 @@ class LocalEngine:
     def _take_back(self, given: Sequence[tuple[tuple[Space, Arch], nn.Module]]) -> None:
         """Networks that a client's work is through with, for others: building one costs as much as some steps."""
         for _, net in given:
-            net.zero_grad(set_to_none=True)
+            for parameter in parameters_of(net).values():
+                parameter.grad = None
         with self._lock:
             for key, net in given:
                 self._spare.setdefault(key, []).append(net)
@@ -90,11 +91,14 @@ class LocalEngine:
             net = space.build(arch)
         ready(net)
         net.space, net.arch = space, arch  # type: ignore[assignment]
-        net.to(self.device)
+        if self.device.type != "cpu":
+            net.to(self.device)
         self._fit_out(net)
-        for module in net.modules():
+        modules = list(net.modules())
+        for module in modules:
             if isinstance(module, SideBySide):
                 module.lay()
+        net.random_layers = [m for m in modules if isinstance(m, Counted)]  # type: ignore[assignment]
         remember_tensors(net)
         return net
 
@@ -201,7 +205,7 @@ class LocalEngine:
         try:
             return self._loop(Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed))
         finally:
-            job.net.requires_grad_(True)
+            let_learn(job.net)
 
     def _loop(self, job: Loop) -> float:
         for net in job.nets:

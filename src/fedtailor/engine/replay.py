@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..data.batches import Stream
 from ..spaces.base import Arch, Space
 from ..spaces.layers import seed_dropout
-from ..spaces.measure import parameters_of, tensors_of
+from ..spaces.measure import let_learn, parameters_of, tensors_of
 from .jobs import Fit, Loop
 from .local import Cannot, lowered
 from .steps import objective, pull_, push_
@@ -216,12 +216,12 @@ class FitSlot(Replay):
         self.state = start_state(self.optimiser, self.parameters)
         self.fresh = True  # not used yet
         self.stream.wait_stream(torch.cuda.current_stream())  # for the tensors made just now
-        net.requires_grad_(False)
-        for parameter in self.parameters:
-            parameter.requires_grad_(True)
+        learning = set(self.train)
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in learning)
         self.capture(self._step)
         self.optimiser.zero_grad(set_to_none=True)  # the lane's other steps may have the gradients' memory
-        net.requires_grad_(True)  # as whoever holds the network expects it
+        let_learn(net)  # as whoever holds the network expects it
 
     def begin(self, job: Fit) -> None:
         self.job, self.fresh = job, False
@@ -303,7 +303,7 @@ class LoopReplay(Replay):
 
     def finish(self) -> None:
         for net in self.nets:
-            net.requires_grad_(True)
+            let_learn(net)
 
     def release(self) -> None:
         """Lets go of the graph and of what its step holds, which refers back to this object."""

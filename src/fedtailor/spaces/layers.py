@@ -74,8 +74,13 @@ class Dropout(Counted):
 
 
 def seed_dropout(module: nn.Module, seed: int) -> None:
-    """Starts every random layer of the module (dropout, drop-path, noise) at its own counter."""
-    for i, layer in enumerate(m for m in module.modules() if isinstance(m, Counted)):
+    """Starts every random layer of the module (dropout, drop-path, noise) at its own counter.
+
+    An engine's networks have a list of them; looking through hundreds of modules takes longer.
+    """
+    known = module.__dict__.get("random_layers")
+    layers = [m for m in module.modules() if isinstance(m, Counted)] if known is None else known
+    for i, layer in enumerate(layers):
         layer.counter.fill_(counter_start(seed, i))
 
 

@@ -132,6 +132,12 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(known) if known else dict(module.named_parameters())
 
 
+def let_learn(module: nn.Module) -> None:
+    """Every parameter of a network gets gradients again."""
+    for parameter in parameters_of(module).values():
+        parameter.requires_grad_(True)
+
+
 def remember_tensors(module: nn.Module) -> None:
     """Looks a finished network's tensors up once; walking through its modules every time costs more than many a step.
 
