@@ -15,8 +15,8 @@ from torch import Tensor
 import cuda_on_cpu
 from fedtailor.kernels import blocks as blocks_room
 from fedtailor.kernels import columns as columns_room
+from fedtailor.kernels import compiling, gates, norm
 from fedtailor.kernels import depthwise as depthwise_room
-from fedtailor.kernels import gates, norm
 from fedtailor.kernels import random as random_room
 from fedtailor.kernels.blocks import Blocks
 from fedtailor.kernels.columns import Window, patches
@@ -103,6 +103,16 @@ def test_plain_ends_with_its_block() -> None:
             pass
         assert is_plain()
     assert not is_plain()
+
+
+def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(compiling, "_compile", lambda source, names, device: made.append(source) or {})
+    compiled = compiling.compiled.__wrapped__  # without what it remembers
+    assert compiled("random", ("uniforms",), torch.device("cpu"), T=1) is not None
+    monkeypatch.setenv("FEDTAILOR_KERNELS", "off")
+    assert compiled("random", ("uniforms",), torch.device("cpu"), T=1) is None
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,13 +1,14 @@
 """How the kernels of this room come to run: their sources lie beside their modules, the card's own compiler makes them.
 
 They are compiled for what is known when they are first needed. Where they do not apply, torch's own operations run;
-`plain` asks for those.
+`plain` asks for those, and so does the environment variable FEDTAILOR_KERNELS=off, for a whole process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,8 @@ def compiled(name: str, names: tuple[str, ...], device: torch.device, **values: 
 
     They are made in a thread of their own: one that captures a graph is not allowed to load code.
     """
+    if os.environ.get("FEDTAILOR_KERNELS") == "off":
+        return None
     source = "".join(f"#define {key} {value}\n" for key, value in values.items())
     source += Path(__file__).with_name(f"{name}.cu").read_text(encoding="utf-8")
     with ThreadPoolExecutor(1) as aside:
