@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,8 @@ class Stacked:
         self.counted = [n for n, m in net.named_modules() if isinstance(m, Counted)]
         self.parameters = list(self.learnt.values())
         everything = self.learnt | self.rest
-        self.tensors = [everything[n] for n in tensors_of(net)]
+        with torch.no_grad():  # every client's own part of what lies side by side
+            self.parts = [[everything[n][i] for n in tensors_of(net)] for i in range(places)]
         self.lr = torch.ones((), device=device)
         self.shift = torch.zeros(places, key.space.classes, device=device) if key.shifted else None
         self.anchors = [torch.zeros_like(p) for p in self.parameters] if key.anchored else []
@@ -63,7 +65,8 @@ class Stacked:
     @torch.no_grad()
     def load(self, jobs: Sequence[Fit]) -> None:
         """Takes over the networks of jobs that share the step, the learning rate and the pull."""
-        self._fill(self.tensors, [list(tensors_of(job.net).values()) for job in jobs])
+        theirs = [t for job in jobs for t in tensors_of(job.net).values()]
+        torch._foreach_copy_(list(chain(*self.parts[: len(jobs)])), theirs)
         for i, name in enumerate(self.counted):
             starts = torch.tensor([counter_start(job.seed, i) for job in jobs])
             self.rest[f"{name}.counter"][: len(jobs)].copy_(starts)
@@ -86,8 +89,8 @@ class Stacked:
     @torch.no_grad()
     def unload(self, jobs: Sequence[Fit]) -> None:
         """Gives the networks back."""
-        targets = [t for job in jobs for t in tensors_of(job.net).values()]
-        torch._foreach_copy_(targets, [t[i] for i in range(len(jobs)) for t in self.tensors])
+        theirs = [t for job in jobs for t in tensors_of(job.net).values()]
+        torch._foreach_copy_(theirs, list(chain(*self.parts[: len(jobs)])))
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """One step of every client on its batch, [places, batch, ...]; every client's loss."""
