@@ -211,13 +211,13 @@ def gpu_minutes(runs: Iterable[Mapping[str, Any]]) -> float:
 
 def costs(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str:
     """The whole table's cost, and an estimate of what the plain path would have taken."""
-    ones = [r for found in results.values() for r in found]
+    ones = [r for found in results.values() for r in found if on_a_gpu(r)]
     path = RESULTS / "tuning.jsonl"
     tried = [json.loads(t) for t in path.read_text().splitlines()] if path.exists() else []
+    tried = list(filter(on_a_gpu, tried))
     out = ["", "## What it cost", ""]
     if not ones:
-        return "\n".join([*out, "Nothing has been run yet.", ""])
-    ones, tried = list(filter(on_a_gpu, ones)), list(filter(on_a_gpu, tried))
+        return "\n".join([*out, "Nothing has been run on a GPU yet.", ""])
     rows, tuning = gpu_minutes(ones), gpu_minutes(tried)
     peak = max(float(r["peak_gib"]) for r in ones)
     machines = sorted({f"{r['device']}, torch {r['torch']}, Python {r['python']}" for r in ones})

@@ -25,7 +25,7 @@ from ..spaces.abreast import SideBySide
 from ..spaces.base import Arch, Space, Weights
 from ..spaces.copying import undrawn
 from ..spaces.layers import Counted, Dropout, seed_dropout
-from ..spaces.measure import Cost, let_learn, parameters_of, remember_tensors
+from ..spaces.measure import Cost, drop_gradients, let_learn, remember_tensors
 from ..values import on_device
 from .client import SCORE_BATCH
 from .jobs import Fit, Job, Loop, Predict, Recalibrate, Score
@@ -76,8 +76,7 @@ class LocalEngine:
     def _take_back(self, given: Sequence[tuple[tuple[Space, Arch], nn.Module]]) -> None:
         """Networks that a client's work is through with, for others: building one costs as much as some steps."""
         for _, net in given:
-            for parameter in parameters_of(net).values():
-                parameter.grad = None
+            drop_gradients(net)
         with self._lock:
             for key, net in given:
                 self._spare.setdefault(key, []).append(net)

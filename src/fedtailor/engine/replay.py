@@ -276,9 +276,7 @@ class LoopReplay(Replay):
             pairs = self.batches()
             return job.step(*(pairs[0] if len(pairs) == 1 else pairs))
 
-        with torch.cuda.stream(
-            self.stream
-        ):  # the first step makes optimiser states and workspaces, outside the capture
+        with torch.cuda.stream(self.stream):  # optimiser states and workspaces are made outside the capture
             with lowered(precision):
                 self.total += step()
             self.counter += 1

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..spaces.base import Arch, Space
-from ..spaces.measure import parameters_of
+from ..spaces.measure import drop_gradients
 from .replay import FitSlot, Lane, Step
 
 Kind = tuple[Space, Arch]
@@ -80,8 +80,7 @@ class Slots:
     def recycle(self) -> None:
         """Takes back what clients held, and drops what was used longest ago."""
         for kind, net in self._given:
-            for parameter in parameters_of(net).values():
-                parameter.grad = None
+            drop_gradients(net)
             self._networks.setdefault(kind, []).append(net)
             self._networks.move_to_end(kind)
         self._given.clear()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -25,12 +24,11 @@ from ..engine.client import Client
 from ..method import Card, Job, Reply, Server, Task
 from ..options import Count, NonNegative, Positive
 from ..registry import register
-from ..search import perturbation
+from ..search import perturbation, spider_milenas
 from ..search.perturbation import Schedule, Search, accuracy, cells_of, decide, network
 from ..search.spider_milenas import discrete, is_relaxed, mixture, relaxed, require_relaxable, train_relaxed
 from ..spaces.base import Space, Weights
 from ..spaces.darts import Darts, Keep
-from ..spaces.pasting import paste
 from .fedavg import FedAvg
 
 
@@ -94,8 +92,8 @@ class Spider(FedAvg):
         return reply
 
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:  # line 6
-        parts = [(r.weights, cells_of(server.space).full_keep, float(r.samples)) for r in replies]
-        return server.replace(weights=paste(server.space, server.weights, parts))  # type: ignore[arg-type]
+        whole = cells_of(server.space).full_keep
+        return server.replace(weights=server.paste([replace(r, arch=whole) for r in replies]))  # type: ignore[arg-type]
 
     async def personal(self, task: Task, client: Client) -> nn.Module:
         v, search = self._own(task, client)
@@ -148,5 +146,6 @@ class Spider(FedAvg):
 
     def _over(self, t: int, rounds: int) -> bool:
         """Whether phase 3 has begun, in which nothing is decided on val any more."""
-        milenas = self.search_rounds or Fraction(400, 1000) * rounds
-        return t >= milenas if self.searcher == "milenas" else self._schedule(rounds).over(t)
+        if self.searcher == "milenas":
+            return spider_milenas.over(self.search_rounds, t, rounds)
+        return self._schedule(rounds).over(t)

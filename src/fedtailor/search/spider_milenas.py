@@ -9,6 +9,7 @@ While the search lasts v carries α under its names in the mixture, and so goes 
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import cast
 
 import torch
@@ -32,6 +33,11 @@ def require_relaxable(job: Job, lamda: float, search_rounds: int) -> None:
             f"method.searcher = 'milenas' needs a finite method.lamda (it is {lamda:g}) and fewer search_rounds (it is "
             f"{search_rounds}) than the run's {job.rounds} rounds."
         )
+
+
+def over(search_rounds: int, t: int, rounds: int) -> bool:
+    """Whether so many rounds of search are done; 0: 400 in 1000."""
+    return t >= (search_rounds or Fraction(400, 1000) * rounds)
 
 
 def is_relaxed(v: Weights) -> bool:

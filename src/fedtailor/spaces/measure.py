@@ -138,6 +138,11 @@ def let_learn(module: nn.Module) -> None:
         parameter.requires_grad_(True)
 
 
+def drop_gradients(module: nn.Module) -> None:
+    for parameter in parameters_of(module).values():
+        parameter.grad = None
+
+
 def remember_tensors(module: nn.Module) -> None:
     """Looks a finished network's tensors up once; walking through its modules every time costs more than many a step.
 
