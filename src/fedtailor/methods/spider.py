@@ -146,6 +146,5 @@ class Spider(FedAvg):
 
     def _over(self, t: int, rounds: int) -> bool:
         """Whether phase 3 has begun, in which nothing is decided on val any more."""
-        if self.searcher == "milenas":
-            return spider_milenas.over(self.search_rounds, t, rounds)
-        return self._schedule(rounds).over(t)
+        milenas = self.searcher == "milenas"
+        return spider_milenas.over(self.search_rounds, t, rounds) if milenas else self._schedule(rounds).over(t)

@@ -23,6 +23,7 @@ from ..data.sources import load as load_data
 from ..engine.crowd import Crowd, Post, Waiting, common_classes, roster
 from ..engine.remote import RemoteFederation
 from ..errors import UserError
+from ..fleet.fleet import Fleet
 from ..method import Job
 from ..values import write_bytes
 from .execute import Watcher, cadence, common_facts, drive, make_job, read_facts, require_free, write_facts
@@ -74,13 +75,13 @@ def serve(
     crowd.classes, crowd.shape = classes, shape
     known = dict(zip(crowd.expected, old["samples"], strict=True)) if old else {}
 
-    def job_for(samples: Sequence[int]) -> Job:
-        found = make_job(config, crowd.expected, samples, shape, len(classes))[0]
-        return replace(found, public=0 if public is None else len(public))
+    def made(samples: Sequence[int]) -> tuple[Job, Fleet]:
+        job, fleet = make_job(config, crowd.expected, samples, shape, len(classes))
+        return replace(job, public=0 if public is None else len(public)), fleet
 
     here = {name: member.about["samples"] for name, member in crowd.members.items()}
     samples = [here.get(name, known.get(name, 0)) for name in crowd.expected]
-    job, fleet = job_for(samples), make_job(config, crowd.expected, samples, shape, len(classes))[1]
+    job, fleet = made(samples)
     method.check(job)
     device = torch.device("cpu")  # merging is light, and clients bring their own
     if not old:
@@ -91,7 +92,7 @@ def serve(
         write_facts(out, {**facts, "served": run, "samples": samples, "new_clients": new})
     keep = 2 * cadence(config)[1] + 1  # versions of memories back to the older of two checkpoints
     rules = config.make_fleet()
-    federation = RemoteFederation(job, method, fleet, rules, crowd, classes, waiting, keep, job_for)
+    federation = RemoteFederation(job, method, fleet, rules, crowd, classes, waiting, keep, lambda s: made(s)[0])
     return drive(federation, config, job, out, device, watch)
 
 
