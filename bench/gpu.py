@@ -56,7 +56,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "ditto": SILOS | {"method.name": "ditto", "net.name": "resnet18"},
     "fedrep": SILOS | {"method.name": "fedrep", "net.name": "resnet18"},
     "spider": SEARCH | {"method.name": "spider", "space.variant": "s2"},
-    "fednas": SEARCH | {"method.name": "fednas", "local.batch": 64, "partition.samples": 1600},
+    "fednas": SEARCH | {"method.name": "fednas", "local.batch": 64, "partition.samples": 1280},
     "evaluate": V3
     | {"method.deploy": "as-is", "clients": 100, "partition.samples": 120, "partition.val": 0.5, "partition.test": 0.1},
 }

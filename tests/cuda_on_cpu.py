@@ -46,7 +46,7 @@ def compiled(name: str, names: tuple[str, ...], device: torch.device, **values: 
     return {kernel: getattr(loaded, f"go_{kernel}") for kernel in names}
 
 
-def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: Tensor | int | float | None) -> None:
+def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: compiling.Argument) -> None:
     kernel(*map(ctypes.c_int, blocks), *(compiling._cell(arg) for arg in args))
 
 

@@ -335,3 +335,21 @@ def test_cut_and_paste_on_the_gpu_are_those_of_the_processor(name: str) -> None:
         found = paste(space, there, others[:many])
         for n, expected in paste(space, weights, parts[:many]).items():
             assert torch.allclose(expected, found[n].cpu(), atol=1e-5), n
+
+
+def test_networks_are_used_again_as_soon_as_their_client_is_done() -> None:
+    _, federation, _ = run()
+    engine, space = federation.engine, federation.job.space
+    built = len(engine.slots)  # type: ignore[attr-defined]
+    engine.crowd = 3  # type: ignore[attr-defined]
+    seen: list[int] = []
+
+    async def use(net: torch.nn.Module | None) -> None:
+        own = engine.network(space, space.largest)
+        assert own is not net
+        seen.append(id(own))
+
+    outside = engine.network(space, space.largest)
+    engine.run([(f"client {i}", use(outside)) for i in range(40)])
+    assert len(set(seen)) == 1
+    assert len(engine.slots) <= built + 2  # type: ignore[attr-defined]

@@ -5,18 +5,14 @@ The kernels' sources also run on a processor, thread by thread, so that what the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import cuda_on_cpu
 from fedtailor.kernels import blocks as blocks_room
 from fedtailor.kernels import columns as columns_room
-from fedtailor.kernels import compiling, gates, norm
-from fedtailor.kernels import depthwise as depthwise_room
+from fedtailor.kernels import compiling
 from fedtailor.kernels import random as random_room
 from fedtailor.kernels.blocks import Blocks
 from fedtailor.kernels.columns import Window, patches
@@ -27,8 +23,6 @@ from fedtailor.kernels.norm import Rule, batch_norm
 from fedtailor.kernels.random import uniform
 from fedtailor.spaces.layers import Dropout
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no g++ here")
 SHAPES = [  # images, channels, height, width, kernel, stride, dilation, filters a channel, ReLU
     (2, 3, 32, 32, 3, 1, 1, 1, False),
     (5, 3, 16, 16, 5, 2, 1, 1, True),
@@ -38,30 +32,6 @@ SHAPES = [  # images, channels, height, width, kernel, stride, dilation, filters
     (2, 2, 40, 40, 7, 1, 1, 1, False),
     (1, 1, 1, 1, 3, 1, 1, 1, False),
 ]
-
-
-@pytest.fixture(
-    params=[pytest.param("cpu", marks=needs_compiler), pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
-)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where the kernels run: on a GPU, or their sources on a processor."""
-    if request.param == "cpu":
-        for room in (depthwise_room, norm, gates, blocks_room, columns_room, random_room):
-            for name in ("compiled", "launch", "applies"):
-                monkeypatch.setattr(room, name, getattr(cuda_on_cpu, name))
-        monkeypatch.setattr(depthwise_room, "BLOCKS", 8)
-        monkeypatch.setattr(norm, "THREADS", 64)
-        for room in (gates, blocks_room, columns_room, random_room):
-            monkeypatch.setattr(room, "THREADS", 64)
-        yield "cpu"
-        return
-    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [switch.allow_tf32 for switch in switches]
-    for switch in switches:
-        switch.allow_tf32 = False
-    yield "cuda"
-    for switch, was in zip(switches, before, strict=True):
-        switch.allow_tf32 = was
 
 
 def by_hand(x: Tensor, weight: Tensor, stride: int, dilation: int, relu: bool) -> Tensor:

@@ -60,7 +60,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
         work = [
             (
                 f"global model on client {c.name}",
-                scores(c, method.build(shared, c), _splits(federation, c.id, test)),
+                scores_of(method, shared, c, _splits(federation, c.id, test)),
             )
             for c in clients
         ]
@@ -143,7 +143,7 @@ async def finish(
     await client.refresh(net)
     fold_prior(net, client)
     found = await scores(client, net, splits)
-    weights = {n: t.detach().cpu().clone() for n, t in tensors_of(net).items()} if last else {}
+    weights = {n: t.detach().to("cpu", copy=True) for n, t in tensors_of(net).items()} if last else {}
     return found, Kept(client.id, net.space, net.arch, weights, client.cost(net))  # type: ignore[arg-type]
 
 
@@ -204,6 +204,11 @@ async def scores(client: Client, net: nn.Module, splits: dict[str, Split]) -> di
     """Accuracies of a network as it stands on some splits."""
     await client.refresh(net)
     return {name: await Score(net, split) for name, split in splits.items()}
+
+
+async def scores_of(method: Method, task: Task, client: Client, splits: dict[str, Split]) -> dict[str, float]:
+    """Accuracies of a task's network as it comes. It is built when its turn comes: of many, few are there at once."""
+    return await scores(client, method.build(task, client), splits)
 
 
 async def test_accuracy(client: Client, net: nn.Module, test: Store) -> float:

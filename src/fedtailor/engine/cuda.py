@@ -119,11 +119,13 @@ class CudaEngine(LocalEngine):
 
         def advance(number: int, answer: Any) -> None:
             label, coroutine = work[number]
+            self.slots.turn = number
             with self._named(label):
                 try:
                     waiting.append((number, label, coroutine.send(answer)))
                 except StopIteration as end:
                     results[number] = end.value
+                    self.slots.take_back(number)
 
         try:
             while queue or waiting:
@@ -347,6 +349,10 @@ class CudaEngine(LocalEngine):
         self._forwards.clear()
         self._stacks = OrderedDict.fromkeys(self._stacks)  # what is short of memory should not stack again
         torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        super().close()
+        self.forget()
 
     def _tell(self, text: str) -> None:
         kind = text.split(":", 1)[-1]

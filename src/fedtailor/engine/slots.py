@@ -13,34 +13,44 @@ from ..spaces.measure import drop_gradients
 from .replay import FitSlot, Lane, Step
 
 Kind = tuple[Space, Arch]
+NOBODY = -1  # asks before any work has begun; what is given then is taken back when all of it is over
 
 
 class Slots:
-    """Captured steps by what they do, and networks by what they are, the longest unused first."""
+    """Captured steps by what they do, and networks by what they are, the longest unused first.
+
+    Whoever's turn it is gets what is asked for, and has it until it is taken back.
+    """
 
     def __init__(
         self, make: Callable[[Space, Arch], nn.Module], lanes: Sequence[Lane], most: int, precision: str
     ) -> None:
         self.make, self.lanes, self.most, self.precision = make, lanes, most, precision
+        self.turn = NOBODY  # the number of the work that asks
         self.free: OrderedDict[Step, list[FitSlot]] = OrderedDict()  # no client holds their networks
         self.lent: dict[nn.Module, FitSlot] = {}  # by the network that a client holds
         self._networks: OrderedDict[Kind, list[nn.Module]] = OrderedDict()  # free ones that have no captured step
-        self._given: list[tuple[Kind, nn.Module]] = []
+        self._given: dict[nn.Module, Kind] = {}  # such ones that clients hold
+        self._held: dict[int, list[nn.Module]] = {}  # all that clients hold, by the work's number
 
     def __len__(self) -> int:
         return sum(map(len, self.free.values())) + sum(map(len, self._networks.values()))
 
     def network(self, space: Space, arch: Arch) -> nn.Module:
-        """A network of the arch: one whose step was captured ahead, or a free one. It goes back after the work."""
+        """A network of the arch: one whose step was captured ahead, or a free one."""
         kind = (space, arch)
         for step, slots in self.free.items():
             if step[:2] == kind and slots and slots[-1].fresh:
                 slot = slots.pop()
                 self.lent[slot.net] = slot
-                return slot.net
+                return self._hand(slot.net)
         free = self._networks.get(kind)
         net = free.pop() if free else self.make(space, arch)
-        self._given.append((kind, net))
+        self._given[net] = kind
+        return self._hand(net)
+
+    def _hand(self, net: nn.Module) -> nn.Module:
+        self._held.setdefault(self.turn, []).append(net)
         return net
 
     def slot(self, key: Step, net: nn.Module, taken: set[Lane], own: int) -> FitSlot:
@@ -54,11 +64,10 @@ class Slots:
             return lent
         if free := self.free.get(key):
             return free.pop(next((i for i, slot in enumerate(free) if slot.lane not in taken), -1))
-        rest = [(kind, given) for kind, given in self._given if given is not net]
-        if len(rest) == len(self._given) or len(self.lent) >= own:
+        if net not in self._given or len(self.lent) >= own:
             return self.captured(key, self.idle(taken))
         slot = self.lent[net] = FitSlot(key, net, self.idle(taken), self.precision)
-        self._given = rest
+        del self._given[net]
         return slot
 
     def captured(self, key: Step, lane: Lane) -> FitSlot:
@@ -77,19 +86,24 @@ class Slots:
             self.free.setdefault(slot.key, []).append(slot)
             self.free.move_to_end(slot.key)
 
-    def recycle(self) -> None:
-        """Takes back what clients held, and drops what was used longest ago."""
-        for kind, net in self._given:
-            drop_gradients(net)
-            self._networks.setdefault(kind, []).append(net)
-            self._networks.move_to_end(kind)
-        self._given.clear()
-        back = list(self.lent.values())
-        self.lent.clear()
-        for slot in back:
-            self.keep(slot)
+    def take_back(self, number: int) -> None:
+        """Takes back what some work held, which is over."""
+        for net in self._held.pop(number, ()):
+            if slot := self.lent.pop(net, None):
+                self.keep(slot)
+            else:
+                kind = self._given.pop(net)
+                drop_gradients(net)
+                self._networks.setdefault(kind, []).append(net)
+                self._networks.move_to_end(kind)
         while len(self._networks) > 4 * self.most:
             self._networks.popitem(last=False)
+
+    def recycle(self) -> None:
+        """Takes everything back, and drops what was used longest ago."""
+        self.turn = NOBODY
+        for number in list(self._held):
+            self.take_back(number)
         if sum(map(len, self.free.values())) > self.most:
             torch.cuda.synchronize(self.lanes[0].stream.device)  # a graph must not go while it runs
         while sum(map(len, self.free.values())) > self.most:

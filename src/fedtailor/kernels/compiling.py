@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 Kernels = Mapping[str, Any]
+Argument = Tensor | int | float | ctypes.Structure | None  # of a kernel
 _here = threading.local()
 
 
@@ -75,7 +76,7 @@ def _compile(source: str, names: tuple[str, ...], device: torch.device) -> Kerne
         return None
 
 
-def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: Tensor | int | float | None) -> None:
+def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: Argument) -> None:
     """Starts a kernel on the current stream of the first argument's device. None is an empty pointer."""
     first = args[0]
     assert isinstance(first, Tensor)
@@ -104,7 +105,9 @@ def _driver() -> Any:
     return _get_gpu_runtime_library()
 
 
-def _cell(arg: Tensor | int | float | None) -> Any:
+def _cell(arg: Argument) -> Any:
+    if isinstance(arg, ctypes.Structure):
+        return arg
     if isinstance(arg, int):
         return ctypes.c_int(arg)
     if isinstance(arg, float):

@@ -55,7 +55,7 @@ __device__ inline float2 summed(float a, float b) {
 extern "C" __global__ void __launch_bounds__(T)
     forward(const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
             float* __restrict__ y, float* __restrict__ seen, float* running_mean, float* running_var, int channels,
-            int batch, int size, int lanes, float momentum, float eps) {
+            int batch, int size, int lanes, int copies, float momentum, float eps) {
     const int c = blockIdx.x, count = batch * size;
     const float origin = x[long(c) * size];  // sums of differences keep their digits
     float a = 0.f, b = 0.f;
@@ -74,9 +74,9 @@ extern "C" __global__ void __launch_bounds__(T)
     if (threadIdx.x == 0) {
         seen[c] = mean;
         seen[channels + c] = scale;
-        if (running_mean) {
-            running_mean[c] = (1.f - momentum) * running_mean[c] + momentum * mean;
-            running_var[c] = (1.f - momentum) * running_var[c] + momentum * (variance * count / (count - 1));
+        for (int i = c; i < copies * channels; i += channels) {
+            running_mean[i] = (1.f - momentum) * running_mean[i] + momentum * mean;
+            running_var[i] = (1.f - momentum) * running_var[i] + momentum * (variance * count / (count - 1));
         }
     }
     const float w = weight ? weight[c] : 1.f, shift = bias ? bias[c] : 0.f;

@@ -18,12 +18,20 @@ _ACTS_OF_TORCH = {"": lambda x: x, "relu": F.relu, "relu6": F.relu6, "hswish": F
 
 
 class Rule(NamedTuple):
-    """How to normalise: running statistics to move on, how far, what to add to variances, what follows."""
+    """How to normalise: running statistics to move on, how far, what to add to variances, what follows.
+
+    Several layers that see the same images may have their statistics here, one after another.
+    """
 
     running: tuple[Tensor | None, Tensor | None]
     momentum: float
     eps: float
     act: str = ""  # one of ACTS
+
+    def layers(self, channels: int) -> int:
+        """How many layers' statistics there are."""
+        mean, _ = self.running
+        return 0 if mean is None else len(mean) // channels
 
 
 class _Norm(torch.autograd.Function):
@@ -34,8 +42,8 @@ class _Norm(torch.autograd.Function):
         y, seen = torch.empty_like(x), x.new_empty((2, x.shape[1]))
         size = math.prod(x.shape[2:])
         ctx.sizes = sizes = (x.shape[1], len(x), size, lanes(size))
-        rates = float(rule.momentum), float(rule.eps)
-        launch(kernels["forward"], (x.shape[1], 1), THREADS, x, weight, bias, y, seen, *rule.running, *sizes, *rates)
+        how = rule.layers(x.shape[1]), float(rule.momentum), float(rule.eps)
+        launch(kernels["forward"], (x.shape[1], 1), THREADS, x, weight, bias, y, seen, *rule.running, *sizes, *how)
         ctx.save_for_backward(x, weight, bias, seen)
         ctx.rule, ctx.kernels = rule, kernels
         return y
@@ -76,7 +84,12 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule
 
 
 def _by_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule) -> Tensor:
-    return _ACTS_OF_TORCH[rule.act](F.batch_norm(x, *rule.running, weight, bias, True, rule.momentum, rule.eps))
+    mean, variance = rule.running
+    if mean is not None and variance is not None and len(mean) > x.shape[1]:
+        *others, (mean, variance) = zip(mean.split(x.shape[1]), variance.split(x.shape[1]), strict=True)
+        for statistics in others:
+            F.batch_norm(x.detach(), *statistics, None, None, True, rule.momentum, rule.eps)
+    return _ACTS_OF_TORCH[rule.act](F.batch_norm(x, mean, variance, weight, bias, True, rule.momentum, rule.eps))
 
 
 class BatchNorm(nn.BatchNorm2d):

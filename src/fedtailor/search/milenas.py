@@ -11,7 +11,8 @@ in this order, w at the new alpha, as in the authors' code; FedNAS's Algorithm 1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -52,15 +53,17 @@ def milenas_step(
     def step(train: Batch, val: Batch) -> Tensor:
         if before is not None:
             before()
-        slopes = torch.autograd.grad(loss(*train), alpha, materialize_grads=True)
-        if lamda:
-            more = torch.autograd.grad(loss(*val), alpha, materialize_grads=True)
-            slopes = [g + lamda * h for g, h in zip(slopes, more, strict=True)]
+        with closed(weights):
+            slopes = torch.autograd.grad(loss(*train), alpha, materialize_grads=True)
+            if lamda:
+                more = torch.autograd.grad(loss(*val), alpha, materialize_grads=True)
+                slopes = [g + lamda * h for g, h in zip(slopes, more, strict=True)]
         for a, slope in zip(alpha, slopes, strict=True):
             a.grad = slope
         alpha_optimiser.step()
         weights_optimiser.zero_grad()
-        value = loss(*train)
+        with closed(alpha):
+            value = loss(*train)
         value.backward(inputs=weights)
         if adjust is not None:
             adjust()
@@ -70,6 +73,19 @@ def milenas_step(
         return value.detach()
 
     return step
+
+
+@contextmanager
+def closed(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """What is computed inside needs no gradients of these."""
+    was = [t.requires_grad for t in tensors]
+    for t in tensors:
+        t.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for t, before in zip(tensors, was, strict=True):
+            t.requires_grad_(before)
 
 
 def cosine(lr: Tensor, end: float, steps: int) -> Callable[[], None]:

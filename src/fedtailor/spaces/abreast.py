@@ -75,6 +75,20 @@ def norm_abreast(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     return y
 
 
+def norm_once(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
+    """What equal norms without weights make of one input in training; None if they have to be asked one by one."""
+    first = layers[0]
+    if not isinstance(first, nn.BatchNorm2d) or not first.training or isinstance(first.weight, nn.Parameter):
+        return None
+    mean, variance = _joined(layers, "running_mean"), _joined(layers, "running_var")
+    if first.momentum is None or mean is None or variance is None:
+        return None
+    y = batch_norm(x, first.weight, first.bias, Rule((mean, variance), first.momentum, first.eps))
+    _give_back(layers, "running_mean", mean)
+    _give_back(layers, "running_var", variance)
+    return y
+
+
 def lay(layers: Sequence[nn.Module]) -> None:
     """Puts what equal norms hold beside their weights next to each other, so that nobody has to join it every time."""
     for name in ("weight", "bias", "running_mean", "running_var"):

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ..kernels.compiling import is_plain
 from ..kernels.depthwise import Depthwise
+from ..kernels.mixing import mixed
 from ..kernels.random import uniform
-from .abreast import SideBySide, abreast, lay, norm_abreast
+from .abreast import SideBySide, abreast, lay, norm_abreast, norm_once
 from .base import Block
 from .layers import Counted, Dropout, Norm, norm_layer
 
@@ -141,6 +142,21 @@ class DropPath(Dropout):
         return x * keep / (1 - self.p)
 
 
+class NormedPool(nn.Sequential):
+    """A pool and a norm without weights, as a search network has them."""
+
+    @staticmethod
+    def abreast(layers: Sequence[NormedPool], x: Tensor) -> list[Tensor]:
+        """The outputs of several of them on one input; nothing where they cannot be had from one.
+
+        In training they are all the same: a norm without weights goes by its input alone.
+        """
+        if not x.is_cuda:
+            return []
+        y = norm_once([layer[1] for layer in layers], layers[0][0](x)) if layers[0].training else None
+        return [] if y is None else [y] * len(layers)
+
+
 def _convolutions(
     channels: int, kernel: int, strides: Sequence[int], dilation: int, norm: Norm, affine: bool
 ) -> nn.Module:
@@ -189,7 +205,7 @@ class Operation(Block):
         )
         if self.affine:
             return pool
-        return nn.Sequential(OrderedDict(pool=pool, norm=norm_layer(self.norm, c, affine=False)))
+        return NormedPool(OrderedDict(pool=pool, norm=norm_layer(self.norm, c, affine=False)))
 
 
 @dataclass(frozen=True)
@@ -249,25 +265,21 @@ def plan(channels: int, cells: int, size: tuple[int, int]) -> tuple[CellPlan, ..
 
 
 class Edge(nn.ModuleDict):
-    """The operations of one edge. The edge is their sum, each times its gate if there are gates."""
+    """The operations of one edge."""
 
     def __init__(self, names: Sequence[str], kept: Sequence[int], build: Callable[[str], nn.Module]) -> None:
         self.places = tuple(i for i in kept if names[i] != "none")
         super().__init__({names[i]: build(names[i]) for i in self.places})
 
-    def forward(
-        self, x: Tensor, gates: Tensor | None, drop: DropPath | None, made: Mapping[str, Tensor]
-    ) -> Tensor | None:
-        """`made` holds outputs of operations that were computed together with other edges' ones."""
-        total: Tensor | None = None
+    def forward(self, x: Tensor, drop: DropPath | None, made: Mapping[str, Tensor]) -> list[tuple[int, Tensor]]:
+        """The operations' places and outputs. `made` holds those that were computed together with other edges' ones."""
+        found: list[tuple[int, Tensor]] = []
         for place, (name, op) in zip(self.places, self.items(), strict=True):
             y = made[name] if name in made else op(x)
             if drop is not None and not isinstance(op, nn.Identity):  # DARTS never drops an identity
                 y = drop(y)
-            if gates is not None:
-                y = gates[place] * y
-            total = y if total is None else total + y
-        return total
+            found.append((place, y))
+        return found
 
 
 class Cell(SideBySide):
@@ -296,15 +308,11 @@ class Cell(SideBySide):
         states = [self.pre0(before), self.pre1(last)]
         made = self._leaving(0, states[0]) | self._leaving(1, states[1])
         for node in range(2, 2 + NODES):
-            total: Tensor | None = None
             if node > 2:
                 made |= self._leaving(node - 1, states[-1])
-            for e in EDGES_INTO[node]:
-                x = states[EDGES[e][0]]
-                y = self.edges[e](x, None if gates is None else gates[e], self.drop, made.get(e, {}))
-                if y is not None:
-                    total = y if total is None else total + y
-            states.append(self._zero(states[1]) if total is None else total)
+            found = ((e, self.edges[e](states[EDGES[e][0]], self.drop, made.get(e, {}))) for e in EDGES_INTO[node])
+            edges = [[((e, place), y) for place, y in outputs] for e, outputs in found if outputs]
+            states.append(mixed(edges, gates) if edges else self._zero(states[1]))
         return torch.cat(states[2:], dim=1)
 
     def _leaving(self, state: int, x: Tensor) -> dict[int, dict[str, Tensor]]:
@@ -316,9 +324,11 @@ class Cell(SideBySide):
             operations = list(alike.values())
             if isinstance(operations[0], Halve):
                 outputs = Halve.abreast(cast(list[Halve], operations), x)
-            else:
+            elif name.endswith(CHAINS):
                 outputs = abreast(cast(list[nn.Sequential], operations), x)
-            for e, y in zip(alike, outputs, strict=True):
+            else:
+                outputs = NormedPool.abreast(cast(list[NormedPool], operations), x)
+            for e, y in zip(alike, outputs, strict=False):
                 made.setdefault(e, {})[name] = y
         return made
 
@@ -327,7 +337,7 @@ class Cell(SideBySide):
         leaving = [(e, cast(Edge, self.edges[e])) for e, (source, _) in enumerate(EDGES) if source == state]
         for name in dict.fromkeys(name for _, edge in leaving for name in edge):
             alike = {e: edge[name] for e, edge in leaving if name in edge}
-            same = name.endswith(CHAINS) or all(isinstance(op, Halve) for op in alike.values())
+            same = name.endswith(CHAINS) or all(isinstance(op, (Halve, NormedPool)) for op in alike.values())
             if len(alike) > 1 and same:
                 yield name, alike
 

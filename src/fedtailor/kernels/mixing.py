@@ -1,0 +1,115 @@
+"""A node of a cell, the sum of what its edges bring, each operation times its gate: in one kernel forth, two back."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compiling import Kernels, applies, compiled, gradients, launch
+from .norm import values
+
+THREADS = 256
+MOST = 64  # tensors that a kernel's arguments have room for
+FEWEST = 3  # that are worth a kernel
+NAMES = ("forward", "backward", "gather")
+Place = tuple[int, int]  # of a gate: row and column
+Term = tuple[Place, Tensor]
+
+
+class _Mixed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor | None, places: tuple[Place, ...], kernels: Kernels, *xs: Tensor) -> Tensor:
+        ctx.kernels, ctx.places = kernels, places
+        weighed = gates is not None and ctx.needs_input_grad[0]
+        ctx.save_for_backward(gates, *(xs if weighed else ()))
+        xs = tuple(map(_in_pieces, xs))
+        y = xs[0].new_empty(xs[0].shape)
+        size = math.prod(y.shape[1:])
+        launch(kernels["forward"], _blocks(y), THREADS, y, gates, _terms(xs, gates, places), size)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        gates, *xs = ctx.saved_tensors
+        dy, many = grads[0], len(ctx.places)
+        if gates is None:
+            return None, None, None, *[dy] * many
+        if torch.is_grad_enabled():  # somebody differentiates twice
+            return _twice(ctx, gates, xs, dy)
+        dy, xs, weighed = _in_pieces(dy), [_in_pieces(x) for x in xs], bool(xs)
+        blocks = _blocks(dy)
+        shares = gates.new_empty(many, math.prod(blocks)) if weighed else None
+        dx, size = dy.new_empty(many, *dy.shape), math.prod(dy.shape[1:])
+        terms = _terms(xs or [dy] * many, gates, ctx.places)
+        launch(ctx.kernels["backward"], blocks, THREADS, dy, gates, terms, dx, shares, size, dy.stride(0))
+        dgates = None
+        if shares is not None:
+            dgates = torch.empty_like(gates)
+            launch(ctx.kernels["gather"], (gates.numel(), 1), THREADS, shares, terms, dgates, math.prod(blocks))
+        return dgates, None, None, *dx.unbind()
+
+
+def _twice(ctx: Any, gates: Tensor, xs: Sequence[Tensor], dy: Tensor) -> tuple[Any, ...]:
+    """Gradients that can be differentiated again."""
+    dx = [gates[place] * dy for place in ctx.places]
+    if not xs:
+        return None, None, None, *dx
+    y = _by_torch([[(place, x)] for place, x in zip(ctx.places, xs, strict=True)], gates)
+    return *gradients(y, [gates], [True], dy), None, None, *dx
+
+
+def mixed(edges: Sequence[Sequence[Term]], gates: Tensor | None) -> Tensor:
+    """The sum over edges of the sum over an edge's tensors, each times its gate where there are gates."""
+    terms = [term for edge in edges for term in edge]
+    places, xs = tuple(place for place, _ in terms), [x for _, x in terms]
+    if FEWEST <= len(xs) <= MOST and applies(*xs, gates) and (gates is None or gates.is_contiguous()):
+        size = math.prod(xs[0].shape[1:])
+        kernels = compiled("mixing", NAMES, xs[0].device, N=len(xs), V=values(size), T=THREADS)
+        if kernels is not None:
+            return _Mixed.apply(gates, places, kernels, *xs)  # type: ignore[return-value]
+    return _by_torch(edges, gates)
+
+
+def _by_torch(edges: Sequence[Sequence[Term]], gates: Tensor | None) -> Tensor:
+    sums: list[Tensor] = []
+    for edge in edges:
+        parts = [x if gates is None else gates[place] * x for place, x in edge]
+        sums.append(_sum(parts))
+    return _sum(sums)
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def _in_pieces(x: Tensor) -> Tensor:
+    """The tensor with every image in one piece, wherever the next one lies, at a place that suits wide reads."""
+    _, *inner = x.stride()
+    whole = inner == [math.prod(x.shape[i:]) for i in range(2, x.dim() + 1)]
+    return x if whole and x.storage_offset() % 4 == 0 and x.stride(0) % 4 == 0 else x.contiguous()
+
+
+def _blocks(y: Tensor) -> tuple[int, int]:
+    size = math.prod(y.shape[1:])
+    return -(-size // (THREADS * values(size))), len(y)
+
+
+@lru_cache(maxsize=MOST)
+def _table(many: int) -> type[ctypes.Structure]:
+    kinds = ("at", ctypes.c_void_p), ("stride", ctypes.c_long), ("gate", ctypes.c_int)
+    return type("Terms", (ctypes.Structure,), {"_fields_": [(name, kind * many) for name, kind in kinds]})
+
+
+def _terms(xs: Sequence[Tensor], gates: Tensor | None, places: Sequence[Place]) -> ctypes.Structure:
+    many, width = len(xs), 0 if gates is None else gates.shape[1]
+    at = [[x.data_ptr() for x in xs], [x.stride(0) for x in xs], [width * row + column for row, column in places]]
+    return _table(many)(*[kind(*row) for (_, kind), row in zip(_table(many)._fields_, at, strict=True)])  # type: ignore
