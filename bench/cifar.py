@@ -322,6 +322,18 @@ def tunings(work: Path) -> list[dict[str, Any]]:
     return committed + [t for t in here if t not in committed]
 
 
+def rows_in(out: Path, without: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that earlier commands left in a folder, but for those that were run anew."""
+    path = out / "results.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def key(line: dict[str, Any]) -> tuple[str, str, int]:
+        return line["federation"], line["row"], line["seed"]
+
+    anew = set(map(key, without))
+    return [line for line in lines if "endings" in line and key(line) not in anew]
+
+
 # travelling ----------------------------------------------------------------------------------------------------------
 
 
@@ -423,7 +435,7 @@ def main() -> None:
     except Late:
         print("the time is over; the same command goes on", flush=True)
     finally:
-        lines = tunings(args.work) + done
+        lines = tunings(args.work) + rows_in(args.out, without=done) + done
         (args.out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -68,6 +68,9 @@ def test_pieces_on_two_machines_are_one_run(small: ModuleType, tmp_path: Path, m
     for key in ("endings", "curves", "loss", "bytes_up", "partition_hash"):
         assert whole[key] == pieces[key]
     assert set(whole["endings"]) == {"as it is", "fine-tuned@0.01"}
+    *tried, kept = call(small, monkeypatch, *plain, "--tune", "--work", tmp_path / "w", "--out", tmp_path / "o")
+    assert tried
+    assert kept == whole  # later commands leave a folder's rows alone
     assert len(whole["endings"]["as it is"]["test"]) == 3
 
 

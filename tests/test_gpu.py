@@ -126,6 +126,26 @@ def test_equal_clients_trained_as_a_stack_agree(method: str, monkeypatch: pytest
     assert apart(eager, ours) < 1e-4
 
 
+STACKED = [("cnn", {"net__norm": "batch"}), ("cnn", {"net__dropout": 0.5}), ("mobilenetv3_large", {}), ("resnet18", {})]
+
+
+@pytest.mark.parametrize(("net", "options"), STACKED)
+def test_layers_of_every_kind_can_be_stacked(
+    net: str, options: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedtailor.engine import cuda
+
+    if place == "pretence" and net != "cnn":
+        pytest.skip("takes long on a processor, where a stack computes with the same layers anyway")
+    crowd = {"clients": 5, "participants": 4, "net__name": net, "local__lr": 1e-4} | options
+    states = {}
+    for pays in (True, False):
+        monkeypatch.setattr(cuda, "stacking_pays", lambda *_, pays=pays: pays)
+        states[pays], _, federation = one_round("fedavg", "", "auto", **crowd)
+        assert any(federation.engine._stacks.values()) == pays  # type: ignore[attr-defined]
+    assert apart(states[True], states[False]) < 1e-3  # a statistic that does not move would be a tenth off
+
+
 def apart(a: State, b: State) -> float:
     """Relative difference of all that two runs hold."""
     one, two = tensors(a), tensors(b)
@@ -353,3 +373,30 @@ def test_networks_are_used_again_as_soon_as_their_client_is_done() -> None:
     engine.run([(f"client {i}", use(outside)) for i in range(40)])
     assert len(set(seen)) == 1
     assert len(engine.slots) <= built + 2  # type: ignore[attr-defined]
+
+
+def test_wide_networks_have_their_channels_last(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    from fedtailor.engine import outfit
+    from fedtailor.evaluate import evaluate
+
+    def trained(precision: str) -> tuple[State, list[Event], Federation]:
+        changes = {"net__width": 8, "net__norm": "batch", "local__lr": 0.003, "rounds": 2}
+        setup = prepare(config_of("ditto", "", **changes))
+        federation, test = setup.federation(device, 1)
+        federation.engine.precision = precision  # on a processor nothing else comes of it
+        state = federation.begin()
+        for _ in federation.rounds(state, lambda event: None):
+            pass
+        events, kept = evaluate(federation, state, test)
+        assert all(t.is_contiguous() for net in kept for t in net.weights.values())
+        return state, events, federation
+
+    monkeypatch.setattr(outfit, "WIDE", 8)
+    plain, events, _ = trained("fp32")
+    wide, same, federation = trained("tf32")
+    net = federation.engine.network(federation.job.space, ())
+    assert any(not p.is_contiguous() for p in net.parameters())
+    assert all(t.is_contiguous() for t in tensors(wide).values())
+    assert apart(plain, wide) < (1e-4 if place == "pretence" else 0.05)
+    if place == "pretence":
+        assert [e.value for e in events] == pytest.approx([e.value for e in same], abs=0.05)

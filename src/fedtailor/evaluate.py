@@ -25,7 +25,7 @@ from .errors import UserError
 from .method import Fact, Method, Seat, Server, Task
 from .nets.base import table_for
 from .spaces.base import Arch, Space, Weights
-from .spaces.measure import Cost, tensors_of
+from .spaces.measure import Cost
 
 TUNE = 10  # epochs, at most, for newcomers to methods that leave clients nothing of their own
 
@@ -143,7 +143,7 @@ async def finish(
     await client.refresh(net)
     fold_prior(net, client)
     found = await scores(client, net, splits)
-    weights = {n: t.detach().to("cpu", copy=True) for n, t in tensors_of(net).items()} if last else {}
+    weights = {n: t.cpu() for n, t in client.copy(net).items()} if last else {}
     return found, Kept(client.id, net.space, net.arch, weights, client.cost(net))  # type: ignore[arg-type]
 
 

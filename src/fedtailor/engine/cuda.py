@@ -25,6 +25,7 @@ from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost
 from .jobs import Fit, Job, Loop, Recalibrate, Score
 from .local import Cannot, LocalEngine, Memory
+from .outfit import fit_out
 from .replay import FitSlot, Forwards, Lane, LoopReplay, Replay, Step, no_garbage, on
 from .shelf import Shelf
 from .slots import Slots
@@ -85,9 +86,7 @@ class CudaEngine(LocalEngine):
         return self.slots.network(space, arch)
 
     def _fit_out(self, net: nn.Module) -> None:
-        for module in net.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.affine:
-                give_scale(module)
+        fit_out(net, self.precision)
 
     # memories ---------------------------------------------------------------------------------------------------
 
@@ -372,14 +371,6 @@ def equals(batch: Sequence[Waiting]) -> list[list[Waiting]]:
             kind = (job.lr, job.pull, job.shift is None, bool(job.anchor), bool(job.push), id(stream.split.images))
             groups.setdefault((*same, *kind), []).append(waiting)
     return [group for group in groups.values() if len(group) >= FEWEST]
-
-
-def give_scale(norm: nn.modules.batchnorm._BatchNorm) -> None:
-    """Scales by one and shifts by zero: the convolution library's one-kernel normalisation asks for both."""
-    assert norm.running_var is not None
-    for name, fill in (("weight", torch.ones_like), ("bias", torch.zeros_like)):
-        del norm._parameters[name]
-        norm.register_buffer(name, fill(norm.running_var), persistent=False)
 
 
 def _wake_libraries(device: torch.device) -> None:

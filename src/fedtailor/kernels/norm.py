@@ -75,12 +75,17 @@ def values(size: int) -> int:
 def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule) -> Tensor:
     """A training step's normalisation of [images, channels, height, width], and what follows it."""
     size = math.prod(x.shape[2:])
-    if applies(x, weight, bias, *rule.running) and 1 < len(x) * size <= LARGEST and (weight is None) == (bias is None):
+    fits = 1 < len(x) * size <= LARGEST and (weight is None) == (bias is None)
+    if fits and applies(x, weight, bias, *rule.running) and not _channels_last(x):
         kinds = {"ACT": ACTS[rule.act], "V": values(size), "T": THREADS}
         kernels = compiled("norm", ("forward", "backward"), x.device, **kinds)
         if kernels is not None:
             return _Norm.apply(x.contiguous(), weight, bias, rule, kernels)  # type: ignore[return-value]
     return _by_torch(x, weight, bias, rule)
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def _by_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule) -> Tensor:
