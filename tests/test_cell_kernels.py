@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.kernels.compiling import plain
-from fedtailor.kernels.mixing import Term, mixed
-from fedtailor.spaces.abreast import lay, norm_once
+from fedtailor.kernels.mixing import Term, fanned, mixed
+from fedtailor.spaces.abreast import joined, lay, norm_once
 
 SHAPES = [(2, 3, 4, 4), (3, 2, 3, 5), (1, 4, 16, 16)]
 
@@ -100,3 +100,40 @@ def test_norms_that_use_their_statistics_are_asked_one_by_one() -> None:
     assert norm_once(norms, torch.randn(4, 3, 5, 5)) is None
     assert norm_once([nn.BatchNorm2d(3) for _ in range(2)], torch.randn(4, 3, 5, 5)) is None
     assert norm_once([nn.GroupNorm(1, 3, affine=False)], torch.randn(4, 3, 5, 5)) is None
+
+
+@pytest.mark.parametrize("readers", [0, 1, 2, 5])
+def test_readers_gradients_are_added_up(readers: int, device: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, 4, device=device, requires_grad=True)
+    scales = torch.arange(1.0, readers + 1, device=device)
+    copies = fanned(x, 7)  # some are there for nobody
+    assert all(torch.equal(copy, x) for copy in copies)
+    parts = [(scale * copy**2).sum() for scale, copy in zip(scales, copies, strict=False)]
+    total = torch.stack([*parts, (0 * x).sum()]).sum()
+    (slope,) = torch.autograd.grad(total, x, create_graph=True)
+    torch.testing.assert_close(slope, 2 * scales.sum() * x)
+    if readers:
+        (again,) = torch.autograd.grad(slope.sum(), x)
+        torch.testing.assert_close(again, 2 * scales.sum().expand_as(x))
+    (slope,) = torch.autograd.grad(total.detach() + sum((3 * c).sum() for c in fanned(x, 4)), x)
+    torch.testing.assert_close(slope, torch.full_like(x, 12.0))
+
+
+def test_layers_that_lie_next_to_each_other_need_no_joining() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 3, 1) for _ in range(3)]
+    x, wanted = torch.randn(4, 2, 5, 5), [layer.weight.clone() for layer in layers]
+    apart = joined([layer.weight for layer in layers])
+    before = torch.autograd.grad(nn.functional.conv2d(x, apart).pow(2).sum(), [layer.weight for layer in layers])
+    lay(layers)
+    whole = joined([layer.weight for layer in layers])
+    assert whole.data_ptr() == layers[0].weight.data_ptr()
+    assert torch.equal(whole, torch.cat(wanted))
+    after = torch.autograd.grad(nn.functional.conv2d(x, whole).pow(2).sum(), [layer.weight for layer in layers])
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        layers[1].weight.zero_()
+    assert not whole[3:6].any()
+    assert torch.equal(joined([layers[2].weight, layers[0].weight])[3:], wanted[0])  # not in this order: a copy

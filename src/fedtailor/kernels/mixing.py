@@ -1,4 +1,8 @@
-"""A node of a cell, the sum of what its edges bring, each operation times its gate: in one kernel forth, two back."""
+"""Sums of many tensors in one kernel.
+
+A node of a cell is the sum of what its edges bring, each operation times its gate; and where many read one tensor, its
+gradient is the sum of theirs.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +66,31 @@ def _twice(ctx: Any, gates: Tensor, xs: Sequence[Tensor], dy: Tensor) -> tuple[A
         return None, None, None, *dx
     y = _by_torch([[(place, x)] for place, x in zip(ctx.places, xs, strict=True)], gates)
     return *gradients(y, [gates], [True], dy), None, None, *dx
+
+
+class _Fanned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, many: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for _ in range(many))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:  # noqa: ARG004
+        found = [g for g in grads if g is not None]
+        return (_total(found) if found else None), None
+
+
+def fanned(x: Tensor, many: int) -> Sequence[Tensor]:
+    """The tensor for each of up to so many readers, whose gradients are added up in one go."""
+    if many < FEWEST or not (x.requires_grad and torch.is_grad_enabled() and applies(x)):
+        return [x] * many
+    return _Fanned.apply(x, many)  # type: ignore[return-value]
+
+
+def _total(tensors: Sequence[Tensor]) -> Tensor:
+    if torch.is_grad_enabled():  # somebody differentiates twice
+        return _sum(tensors)
+    return mixed([[((0, 0), x) for x in tensors]], None)
 
 
 def mixed(edges: Sequence[Sequence[Term]], gates: Tensor | None) -> Tensor:

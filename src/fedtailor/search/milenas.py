@@ -77,7 +77,8 @@ def milenas_step(
 
 @contextmanager
 def closed(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """What is computed inside needs no gradients of these."""
+    """What is computed inside needs no gradients of these: kernels of ours do not see what torch is asked for."""
+    tensors = [t for t in tensors if t.is_cuda]
     was = [t.requires_grad for t in tensors]
     for t in tensors:
         t.requires_grad_(False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ def abreast(chains: Sequence[Chain], x: Tensor) -> list[Tensor]:
         if isinstance(first, nn.ReLU):
             relu = True
         elif isinstance(first, Depthwise):  # the first one reads each channel once for every chain
-            weights = torch.cat([cast(nn.Conv2d, layer).weight for layer in layers])
+            weights = joined([cast(nn.Conv2d, layer).weight for layer in layers])
             x, relu = depthwise(x, weights, first.stride[0], first.dilation[0], relu), False
         elif isinstance(first, nn.Conv2d):
             x = _convolve(layers, first, x)
@@ -52,20 +52,21 @@ def _convolve(layers: Sequence[nn.Module], first: nn.Conv2d, x: Tensor) -> Tenso
     if x.is_cuda and first.kernel_size == (1, 1) and first.stride == (1, 1):
         # a product of matrices: the grouped kernels of CUDA's library transpose all they read and write
         shares = x.unflatten(1, (len(layers), -1)).flatten(3)
-        return (torch.stack(weights).flatten(2) @ shares).flatten(1, 2).unflatten(2, x.shape[2:])
+        each = joined(weights).unflatten(0, (len(layers), -1)).flatten(2)
+        return (each @ shares).flatten(1, 2).unflatten(2, x.shape[2:])
     groups = first.groups * len(layers)
-    return F.conv2d(x, torch.cat(weights), None, first.stride, first.padding, first.dilation, groups)
+    return F.conv2d(x, joined(weights), None, first.stride, first.padding, first.dilation, groups)
 
 
 def norm_abreast(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     """Equal norms, each on its share of the channels."""
     first = layers[0]
-    weight, bias = _joined(layers, "weight"), _joined(layers, "bias")
+    weight, bias = _all(layers, "weight"), _all(layers, "bias")
     if isinstance(first, nn.GroupNorm):
         return F.group_norm(x, first.num_groups * len(layers), weight, bias, first.eps)
     assert isinstance(first, nn.BatchNorm2d)
     assert first.momentum is not None
-    mean, variance = _joined(layers, "running_mean"), _joined(layers, "running_var")
+    mean, variance = _all(layers, "running_mean"), _all(layers, "running_var")
     if not first.training:
         return F.batch_norm(x, mean, variance, weight, bias, mean is None, 0.0, first.eps)
     y = batch_norm(x, weight, bias, Rule((mean, variance), first.momentum, first.eps))
@@ -80,7 +81,7 @@ def norm_once(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
     first = layers[0]
     if not isinstance(first, nn.BatchNorm2d) or not first.training or isinstance(first.weight, nn.Parameter):
         return None
-    mean, variance = _joined(layers, "running_mean"), _joined(layers, "running_var")
+    mean, variance = _all(layers, "running_mean"), _all(layers, "running_var")
     if first.momentum is None or mean is None or variance is None:
         return None
     y = batch_norm(x, first.weight, first.bias, Rule((mean, variance), first.momentum, first.eps))
@@ -90,30 +91,44 @@ def norm_once(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
 
 
 def lay(layers: Sequence[nn.Module]) -> None:
-    """Puts what equal norms hold beside their weights next to each other, so that nobody has to join it every time."""
+    """Puts what equal layers hold next to each other, so that nobody has to join it every time."""
     for name in ("weight", "bias", "running_mean", "running_var"):
-        found = [getattr(layer, name, None) for layer in layers]
-        tensors = [t for t in found if t is not None and not isinstance(t, nn.Parameter)]
+        tensors = [t for layer in layers if isinstance(t := getattr(layer, name, None), Tensor)]
         if len(tensors) == len(layers):
-            for tensor, place in zip(tensors, torch.cat(tensors).chunk(len(tensors)), strict=True):
-                tensor.set_(place)
+            places = torch.cat([t.detach() for t in tensors]).chunk(len(tensors))
+            for tensor, place in zip(tensors, places, strict=True):
+                tensor.data = place
 
 
-def _joined(layers: Sequence[nn.Module], name: str) -> Tensor | None:
+class _Joined(torch.autograd.Function):
+    """Tensors that lie next to each other, seen as one."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.many, first = len(tensors), tensors[0].detach()
+        return first.as_strided((len(tensors) * len(first), *first.shape[1:]), first.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0].chunk(ctx.many)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Equal tensors, one after another along their first axis."""
+    return _Joined.apply(*tensors) if _laid(tensors) else torch.cat(list(tensors))  # type: ignore[return-value]
+
+
+def _all(layers: Sequence[nn.Module], name: str) -> Tensor | None:
     found = [getattr(layer, name) for layer in layers]
-    if found[0] is None:
-        return None
-    return found[0].as_strided((len(found) * len(found[0]),), (1,)) if _laid(found) else torch.cat(found)
+    return None if found[0] is None else joined(found)
 
 
 def _laid(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors lie next to each other, in this order."""
     first = tensors[0]
-    if isinstance(first, nn.Parameter):
-        return False
     start, size = first.data_ptr(), first.nbytes
     block = first.untyped_storage().data_ptr()
-    return all(
+    return first.is_contiguous() and all(
         t.data_ptr() == start + i * size and t.untyped_storage().data_ptr() == block for i, t in enumerate(tensors)
     )
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..kernels.compiling import is_plain
 from ..kernels.depthwise import Depthwise
-from ..kernels.mixing import mixed
+from ..kernels.mixing import fanned, mixed
 from ..kernels.random import uniform
-from .abreast import SideBySide, abreast, lay, norm_abreast, norm_once
+from .abreast import SideBySide, abreast, joined, lay, norm_abreast, norm_once
 from .base import Block
 from .layers import Counted, Dropout, Norm, norm_layer
 
@@ -50,6 +50,7 @@ _CHEAP = ("skip_connect", "max_pool_3x3", "avg_pool_3x3")
 _CONVS = ("sep_conv_3x3", "dil_conv_5x5", "sep_conv_5x5", "dil_conv_3x3")
 _S1 = tuple(tuple((_CHEAP[(e + kind) % 3], _CONVS[(e + 2 * kind) % 4]) for e in range(len(EDGES))) for kind in range(2))
 
+LAID = (nn.Conv2d, nn.BatchNorm2d)  # layers whose tensors lie next to those of their like
 CHAINS = ("conv_3x3", "conv_5x5")  # how the names of operations end that are chains of convolutions
 
 Operations = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]
@@ -96,7 +97,7 @@ class Halve(nn.Module):
         """The outputs of several of them on one input, computed as one."""
         x = F.relu(x)
         even, odd = ([getattr(layer, name).weight for layer in layers] for name in ("even", "odd"))
-        halves = (F.conv2d(x, torch.cat(even), stride=2), F.conv2d(_shifted(x), torch.cat(odd), stride=2))
+        halves = (F.conv2d(x, joined(even), stride=2), F.conv2d(_shifted(x), joined(odd), stride=2))
         both = torch.cat([half.unflatten(1, (len(layers), -1)) for half in halves], dim=2).flatten(1, 2)
         return list(norm_abreast([layer.norm for layer in layers], both).chunk(len(layers), 1))
 
@@ -154,7 +155,7 @@ class NormedPool(nn.Sequential):
         if not x.is_cuda:
             return []
         y = norm_once([layer[1] for layer in layers], layers[0][0](x)) if layers[0].training else None
-        return [] if y is None else [y] * len(layers)
+        return [] if y is None else list(fanned(y, len(layers)))
 
 
 def _convolutions(
@@ -271,11 +272,16 @@ class Edge(nn.ModuleDict):
         self.places = tuple(i for i in kept if names[i] != "none")
         super().__init__({names[i]: build(names[i]) for i in self.places})
 
-    def forward(self, x: Tensor, drop: DropPath | None, made: Mapping[str, Tensor]) -> list[tuple[int, Tensor]]:
-        """The operations' places and outputs. `made` holds those that were computed together with other edges' ones."""
+    def forward(
+        self, read: Iterator[Tensor], drop: DropPath | None, made: Mapping[str, Tensor]
+    ) -> list[tuple[int, Tensor]]:
+        """The operations' places and outputs, each of its own copy of the state that the edge leaves.
+
+        `made` holds those that were computed together with other edges' ones.
+        """
         found: list[tuple[int, Tensor]] = []
         for place, (name, op) in zip(self.places, self.items(), strict=True):
-            y = made[name] if name in made else op(x)
+            y = made[name] if name in made else op(next(read))
             if drop is not None and not isinstance(op, nn.Identity):  # DARTS never drops an identity
                 y = drop(y)
             found.append((place, y))
@@ -303,25 +309,36 @@ class Cell(SideBySide):
                 Edge(names[e], kept[e], lambda op, s=stride: Operation(op, plan.channels, s, norm, affine).build())
             )
         self.drop = DropPath(drop_path) if drop_path else None
+        self.readers = [self._readers(state) for state in range(2 + NODES)]
+
+    def _readers(self, state: int) -> int:
+        """How many read a state at most: operations, those computed as one, the output, nodes without edges."""
+        edges = [cast(Edge, self.edges[e]) for e, (source, _) in enumerate(EDGES) if source == state]
+        return sum(map(len, edges)) + sum(1 for _ in self._alike(state)) + (1 if state > 1 else NODES)
 
     def forward(self, before: Tensor, last: Tensor, gates: Tensor | None) -> Tensor:
-        states = [self.pre0(before), self.pre1(last)]
+        states, out = [self._read(0, self.pre0(before)), self._read(1, self.pre1(last))], list[Tensor]()
         made = self._leaving(0, states[0]) | self._leaving(1, states[1])
         for node in range(2, 2 + NODES):
             if node > 2:
                 made |= self._leaving(node - 1, states[-1])
             found = ((e, self.edges[e](states[EDGES[e][0]], self.drop, made.get(e, {}))) for e in EDGES_INTO[node])
             edges = [[((e, place), y) for place, y in outputs] for e, outputs in found if outputs]
-            states.append(mixed(edges, gates) if edges else self._zero(states[1]))
-        return torch.cat(states[2:], dim=1)
+            states.append(self._read(node, mixed(edges, gates) if edges else self._zero(next(states[1]))))
+            out.append(next(states[-1]))
+        return torch.cat(out, dim=1)
 
-    def _leaving(self, state: int, x: Tensor) -> dict[int, dict[str, Tensor]]:
+    def _read(self, state: int, x: Tensor) -> Iterator[Tensor]:
+        """A state for everybody who reads it."""
+        return iter(fanned(x, self.readers[state]))
+
+    def _leaving(self, state: int, read: Iterator[Tensor]) -> dict[int, dict[str, Tensor]]:
         """Outputs of the operations that leave a state, by edge and name, as far as several of them are alike."""
         made: dict[int, dict[str, Tensor]] = {}
         if torch.compiler.is_compiling() or is_plain():  # one layer for every layer
             return made
         for name, alike in self._alike(state):
-            operations = list(alike.values())
+            operations, x = list(alike.values()), next(read)
             if isinstance(operations[0], Halve):
                 outputs = Halve.abreast(cast(list[Halve], operations), x)
             elif name.endswith(CHAINS):
@@ -344,8 +361,8 @@ class Cell(SideBySide):
     def lay(self) -> None:
         for state in range(2 + NODES):
             for _, alike in self._alike(state):
-                norms = ([m for m in op.modules() if isinstance(m, nn.BatchNorm2d)] for op in alike.values())
-                for layers in zip(*norms, strict=True):
+                held = ([m for m in op.modules() if isinstance(m, LAID)] for op in alike.values())
+                for layers in zip(*held, strict=True):
                     lay(layers)
 
     def _zero(self, like: Tensor) -> Tensor:
