@@ -26,8 +26,8 @@ def node(shape: tuple[int, ...], device: str) -> tuple[list[list[Term]], Tensor]
 def test_a_node_by_hand() -> None:
     one, two = torch.ones(1, 1, 1, 1), 10 * torch.ones(1, 1, 1, 1)
     gates = torch.tensor([[0.5, 2.0], [3.0, 0.0]])
-    assert mixed([[((0, 0), one), ((0, 1), two)], [((1, 0), one)]], gates).item() == 0.5 + 20 + 3
-    assert mixed([[((0, 0), one), ((0, 1), two)], [((1, 0), one)]], None).item() == 12
+    assert mixed([[((0, 0), one), ((0, 1), two)], [((1, 0), one)]], gates, one).item() == 0.5 + 20 + 3
+    assert mixed([[((0, 0), one), ((0, 1), two)], [((1, 0), one)]], None, one).item() == 12
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -39,7 +39,7 @@ def test_a_node_is_what_torch_computes(shape: tuple[int, ...], how: str, device:
     outputs = [x for edge in edges for _, x in edge]
 
     def both() -> tuple[Tensor, ...]:
-        y = mixed(edges, None if how == "no gates" else gates)
+        y = mixed(edges, None if how == "no gates" else gates, outputs[0])
         torch.manual_seed(1)
         dy = torch.randn(shape[0], 2 * shape[1], *shape[2:], device=device)[:, : shape[1]]
         wanted = [*outputs, gates] if how == "gates" else outputs
@@ -54,7 +54,7 @@ def test_a_node_is_what_torch_computes(shape: tuple[int, ...], how: str, device:
 
 def test_gates_that_weigh_nothing_have_no_slope(device: str) -> None:
     edges, gates = node((2, 3, 4, 4), device)
-    (slope,) = torch.autograd.grad(mixed(edges, gates).sum(), gates)
+    (slope,) = torch.autograd.grad(mixed(edges, gates, gates).sum(), gates)
     used = {place for edge in edges for place, _ in edge}
     for row in range(3):
         for column in range(4):
@@ -66,7 +66,7 @@ def test_a_node_can_be_differentiated_twice(device: str) -> None:
     x = edges[0][0][1]
 
     def curvature() -> Tensor:
-        (slope,) = torch.autograd.grad((mixed(edges, gates) ** 3).sum(), gates, create_graph=True)
+        (slope,) = torch.autograd.grad((mixed(edges, gates, x) ** 3).sum(), gates, create_graph=True)
         return torch.autograd.grad((slope**2).sum(), x)[0]
 
     ours = curvature()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -90,34 +91,32 @@ def fanned(x: Tensor, many: int) -> Sequence[Tensor]:
 def _total(tensors: Sequence[Tensor]) -> Tensor:
     if torch.is_grad_enabled():  # somebody differentiates twice
         return _sum(tensors)
-    return mixed([[((0, 0), x) for x in tensors]], None)
+    return mixed([[((0, 0), x) for x in tensors]], None, tensors[0])
 
 
-def mixed(edges: Sequence[Sequence[Term]], gates: Tensor | None) -> Tensor:
-    """The sum over edges of the sum over an edge's tensors, each times its gate where there are gates."""
-    terms = [term for edge in edges for term in edge]
-    places, xs = tuple(place for place, _ in terms), [x for _, x in terms]
-    if FEWEST <= len(xs) <= MOST and applies(*xs, gates) and (gates is None or gates.is_contiguous()):
+def mixed(edges: Iterable[Iterable[Term]], gates: Tensor | None, like: Tensor) -> Tensor:
+    """The sum over edges of the sum over an edge's tensors, each times its gate where there are gates.
+
+    They may be made as they are asked for, of something that lies where `like` lies.
+    """
+    if not applies(like, gates) or not (gates is None or gates.is_contiguous()):
+        return _by_torch(edges, gates)
+    edges = [list(edge) for edge in edges]
+    places, xs = zip(*(term for edge in edges for term in edge), strict=True)
+    if FEWEST <= len(xs) <= MOST and applies(*xs):
         size = math.prod(xs[0].shape[1:])
-        kernels = compiled("mixing", NAMES, xs[0].device, N=len(xs), V=values(size), T=THREADS)
+        kernels = compiled("mixing", NAMES, like.device, N=len(xs), V=values(size), T=THREADS)
         if kernels is not None:
             return _Mixed.apply(gates, places, kernels, *xs)  # type: ignore[return-value]
     return _by_torch(edges, gates)
 
 
-def _by_torch(edges: Sequence[Sequence[Term]], gates: Tensor | None) -> Tensor:
-    sums: list[Tensor] = []
-    for edge in edges:
-        parts = [x if gates is None else gates[place] * x for place, x in edge]
-        sums.append(_sum(parts))
-    return _sum(sums)
+def _by_torch(edges: Iterable[Iterable[Term]], gates: Tensor | None) -> Tensor:
+    return _sum(_sum(x if gates is None else gates[place] * x for place, x in edge) for edge in edges)
 
 
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
+def _sum(tensors: Iterable[Tensor]) -> Tensor:
+    return reduce(add, tensors)
 
 
 def _in_pieces(x: Tensor) -> Tensor:

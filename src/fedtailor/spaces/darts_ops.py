@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..kernels.compiling import is_plain
 from ..kernels.depthwise import Depthwise
-from ..kernels.mixing import fanned, mixed
+from ..kernels.mixing import Term, fanned, mixed
 from ..kernels.random import uniform
 from .abreast import SideBySide, abreast, joined, lay, norm_abreast, norm_once
 from .base import Block
@@ -274,18 +274,16 @@ class Edge(nn.ModuleDict):
 
     def forward(
         self, read: Iterator[Tensor], drop: DropPath | None, made: Mapping[str, Tensor]
-    ) -> list[tuple[int, Tensor]]:
+    ) -> Iterator[tuple[int, Tensor]]:
         """The operations' places and outputs, each of its own copy of the state that the edge leaves.
 
         `made` holds those that were computed together with other edges' ones.
         """
-        found: list[tuple[int, Tensor]] = []
         for place, (name, op) in zip(self.places, self.items(), strict=True):
             y = made[name] if name in made else op(next(read))
             if drop is not None and not isinstance(op, nn.Identity):  # DARTS never drops an identity
                 y = drop(y)
-            found.append((place, y))
-        return found
+            yield place, y
 
 
 class Cell(SideBySide):
@@ -312,7 +310,7 @@ class Cell(SideBySide):
         self.readers = [self._readers(state) for state in range(2 + NODES)]
 
     def _readers(self, state: int) -> int:
-        """How many read a state at most: operations, those computed as one, the output, nodes without edges."""
+        """How many read a state at most: operations, groups of them, the cell's output; and the second input's shape."""
         edges = [cast(Edge, self.edges[e]) for e, (source, _) in enumerate(EDGES) if source == state]
         return sum(map(len, edges)) + sum(1 for _ in self._alike(state)) + (1 if state > 1 else NODES)
 
@@ -322,11 +320,19 @@ class Cell(SideBySide):
         for node in range(2, 2 + NODES):
             if node > 2:
                 made |= self._leaving(node - 1, states[-1])
-            found = ((e, self.edges[e](states[EDGES[e][0]], self.drop, made.get(e, {}))) for e in EDGES_INTO[node])
-            edges = [[((e, place), y) for place, y in outputs] for e, outputs in found if outputs]
-            states.append(self._read(node, mixed(edges, gates) if edges else self._zero(next(states[1]))))
+            into = [e for e in EDGES_INTO[node] if len(cast(Edge, self.edges[e]))]
+            like = next(states[1])
+            total = mixed((self._terms(e, states, made) for e in into), gates, like) if into else self._zero(like)
+            states.append(self._read(node, total))
             out.append(next(states[-1]))
         return torch.cat(out, dim=1)
+
+    def _terms(
+        self, e: int, states: Sequence[Iterator[Tensor]], made: Mapping[int, Mapping[str, Tensor]]
+    ) -> Iterator[Term]:
+        """What an edge brings, and where its gates are."""
+        for place, y in self.edges[e](states[EDGES[e][0]], self.drop, made.get(e, {})):
+            yield (e, place), y
 
     def _read(self, state: int, x: Tensor) -> Iterator[Tensor]:
         """A state for everybody who reads it."""
