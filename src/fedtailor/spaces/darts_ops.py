@@ -310,7 +310,7 @@ class Cell(SideBySide):
         self.readers = [self._readers(state) for state in range(2 + NODES)]
 
     def _readers(self, state: int) -> int:
-        """How many read a state at most: operations, groups of them, the cell's output; and the second input's shape."""
+        """How many read a state at most: operations, groups of them, the output; nodes ask the second input's shape."""
         edges = [cast(Edge, self.edges[e]) for e, (source, _) in enumerate(EDGES) if source == state]
         return sum(map(len, edges)) + sum(1 for _ in self._alike(state)) + (1 if state > 1 else NODES)
 
