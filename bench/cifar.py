@@ -39,9 +39,10 @@ from fedtailor.data.sources import load as load_data
 from fedtailor.engine.loop import Event, Federation, State
 from fedtailor.evaluate import Kept, evaluate, keep_networks, offers_of
 from fedtailor.method import Server
-from fedtailor.runs import execute
 from fedtailor.runs.execute import LocalDriver, Report, Setup, Watcher, choose_device, drive, prepare
+from fedtailor.runs.facts import facts_of, read_facts, write_facts
 from fedtailor.runs.results import Results
+from fedtailor.values import write_bytes
 
 RESULTS = Path(__file__).parent / "results" / "cifar"
 TUNING_SEED = 100
@@ -222,9 +223,9 @@ def go(config: Config, folder: Path, row: Row, clock: Clock, args: argparse.Name
         setup = prepare(load(folder / "config.toml", {"data.dir": args.data_dir}), folder / "partition.npz")
     else:
         setup = prepare(config)
-        execute.write_bytes(folder / "config.toml", config.to_toml().encode())
+        write_bytes(folder / "config.toml", config.to_toml().encode())
         setup.partition.save(folder / "partition.npz")
-        execute.write_facts(folder, execute.facts_of(setup, device, " ".join(sys.argv)))
+        write_facts(folder, facts_of(setup, device, " ".join(sys.argv)))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     driver = Piece(setup, *setup.federation(device, args.workers, args.engine, watch.say), row, folder, clock)
@@ -306,7 +307,7 @@ def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
         spec = dataclasses.replace(spec, endings=dict([first]), judged=False)
         go(config, folder, spec, clock, args, Progress(name))
         ended = json.loads((folder / "endings" / f"{first[0]}.json").read_text())
-        facts = execute.read_facts(folder)
+        facts = read_facts(folder)
         found = {"federation": args.federation, "row": row, "lr": lr, "rounds": config.rounds, "ending": first[0]}
         found |= {"val": round(float(np.mean(ended["val"])), 5), "gpu_seconds": round(float(facts["seconds"]), 1)}
         found |= {"precision": config.precision, "seed": config.seed, "rounds_of_row": whole, "device": facts["device"]}

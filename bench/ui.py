@@ -28,7 +28,8 @@ import torch
 from fedtailor.config import load
 from fedtailor.engine.loop import Event
 from fedtailor.runs.events import EventLog
-from fedtailor.runs.execute import common_facts, make_job, write_facts
+from fedtailor.runs.execute import make_job
+from fedtailor.runs.facts import common_facts, write_facts
 from fedtailor.runs.live import Live
 from fedtailor.values import write_bytes
 

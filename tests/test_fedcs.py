@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 from fedtailor.config import Local
-from fedtailor.data.partition import TRAIN
 from fedtailor.engine.client import STATISTICS
 from fedtailor.engine.loop import Event, Federation
 from fedtailor.errors import UserError
@@ -28,21 +24,18 @@ from fedtailor.methods.fedcs import FedCS
 from fedtailor.methods.fedpa import FedPA
 from fedtailor.methods.fedrolex import FedRolex
 from fedtailor.methods.feduniform import FedAvgUniform, FedUniform
-from fedtailor.methods.heterofl import HeteroFL, owned_part
+from fedtailor.methods.heterofl import HeteroFL
 from fedtailor.registry import lookup
 from fedtailor.runs.execute import Watcher, resume, start
-from fedtailor.runs.milestones import bytes_to_reach
-from fedtailor.runs.results import Results
 from fedtailor.search.partial import learnt, part_of, without_statistics
 from fedtailor.search.pruning import Candidate, prune, shrink
-from fedtailor.search.rolling import average_at, cut_at, grid, window
 from fedtailor.search.supernet import affords
-from fedtailor.search.uniform import ladder, ordered, uniform, widest
+from fedtailor.search.uniform import widest
 from fedtailor.seeds import rng_of
 from fedtailor.spaces.base import Arch, Dimension, Space, Weights
 from fedtailor.spaces.mobilenetv2 import MobileNetV2
 from fedtailor.spaces.tiny import Tiny
-from tools import by_hand, one_round, personal, rows, small_config
+from tools import by_hand, one_round, rows, small_config
 
 PLAIN = Local(epochs=1.0, batch=4, lr=0.2, momentum=0.0, weight_decay=0.0)
 DATA = [[(255, 0)], [(255, 1), (255, 1), (255, 1)]]
@@ -459,339 +452,3 @@ def test_errors_say_what_to_do() -> None:
     with pytest.raises(UserError, match="feduniform"):
         by_hand(FedAvgUniform(width=0.9), DATA * 5, PLAIN, MobileNetV2((3, 8, 8), 3), 1, FleetConfig("capacity-low"))
     by_hand(FedAvgUniform(width=0.5), DATA * 5, PLAIN, MobileNetV2((3, 8, 8), 3), 1, FleetConfig("capacity-low"))
-
-
-# uniform networks ---------------------------------------------------------------------------------------------------
-
-
-def test_tiers_get_the_papers_widths() -> None:
-    space = MobileNetV2((3, 32, 32), 10)
-    for quantity in ("flops", "parameters"):
-        rules = FleetConfig("capacity-high", quantity=quantity)
-        federation = by_hand(FedUniform(), DATA * 5, PLAIN, space, 1, rules)
-        found = {federation.method.choose(federation.job, seat) for seat in federation.job.seats}  # type: ignore
-        assert found == {space.uniform(w) for w in (1.0, 0.75, 0.5)}
-
-
-@pytest.mark.parametrize("name", ["tiny", "mobilenetv2", "mobilenetv3", "vit"])
-def test_the_ladder_goes_down_in_all_dimensions(name: str) -> None:
-    space = lookup("space", name)((3, 32, 32), 10)
-    assert ordered(type(space))
-    archs = ladder(space)
-    assert archs[0] == space.largest
-    assert archs[-1] == space.smallest
-    for a, b in itertools.pairwise(archs):
-        assert all(x >= y for x, y in zip(a, b, strict=True))
-        assert space.cost(a).flops > space.cost(b).flops
-    for arch in archs:  # in step: no dimension is ahead of another by more than a place
-        if name != "mobilenetv2":
-            ends = [len(d.options) - 1 for d in space.dimensions]
-            low = max((i - 1) / n for i, n in zip(arch, ends, strict=True))
-            high = min((i + 1) / n for i, n in zip(arch, ends, strict=True))
-            assert low <= high
-    assert uniform(space, 1.0) == space.largest
-
-
-def test_fedavg_with_one_width_averages_statistics_where_the_run_does() -> None:
-    space = Tiny((1, 8, 8), 3)
-    data = [[(20 * i + j, j % 3) for j in range(6)] for i in range(2)]
-    for bn in ("average", "local"):
-        federation = by_hand(FedAvgUniform(), data, replace(PLAIN, bn=bn), space)
-        state = one_round(federation)
-        assert any(not learnt(n) for n in state.server.weights) == (bn == "average")
-        shared = federation.method.shared(state.server)
-        assert shared is not None
-        assert shared.arch == uniform(space, 0.5)
-
-
-# HeteroFL and FedRolex ----------------------------------------------------------------------------------------------
-
-
-def test_heterofl_counts_clients_and_only_those_with_the_class() -> None:
-    """Client 0 has one image of label 0, client 1 two images of each label.
-
-    Client 0 masks the logit of label 1, so its row 1 gets no gradient and has no part in the average. Row 0 is the mean
-    of both clients, although one has four times the samples.
-    """
-    data = [[(255, 0)], [(255, 1), (255, 1), (255, 0), (255, 0)]]
-    space = Wide((1, 1, 1), 2)
-    state = one_round(by_hand(HeteroFL(), data, PLAIN, space), weights=wide([1, 2], [0, 0], [0, 0.7]))
-    # client 1's logits: 0 and 2 * 0.7; its gradient in row 1 is (p - 1/2) * (1, 2)
-    p = 1 / (1 + np.exp(-1.4))
-    row = np.array([0, 0.7]) - 0.2 * (p - 0.5) * np.array([1, 2])
-    assert state.server.weights["head.weight"][1].tolist() == pytest.approx(row.tolist())
-    # client 0's logits: 0 and, masked, 0: gradient -1/2 * (1, 2); client 1's: (1/2 - p) * (1, 2)
-    moved = -0.2 * np.array([-0.5 * np.array([1, 2]), -(p - 0.5) * np.array([1, 2])])
-    assert state.server.weights["head.weight"][0].tolist() == pytest.approx(moved.mean(0).tolist())
-
-
-def test_heterofl_without_a_mask_is_a_plain_mean() -> None:
-    state = one_round(
-        by_hand(HeteroFL(mask=False), DATA, PLAIN, Wide((1, 1, 1), 2)), weights=wide([1, 2], [0, 0], [0, 0])
-    )
-    assert state.server.weights["head.weight"].flatten().tolist() == pytest.approx([0, 0, 0, 0], abs=1e-7)
-
-
-def test_a_personal_network_of_heterofl_has_no_opinion_on_absent_classes() -> None:
-    federation = by_hand(HeteroFL(), DATA, PLAIN, Wide((1, 1, 1), 2))
-    state = one_round(federation, weights=wide([1, 2], [0.5, 0.5], [0.5, 0.5]))
-    head = personal(federation, state, 0)["head.weight"]
-    assert head[1].tolist() == [0, 0]
-    assert head[0].tolist() != [0, 0]
-
-
-def test_windows_roll_by_one_each_round_and_wrap() -> None:
-    space = Wide((1, 1, 1), 2, widths=(3, 5))
-    for shift, channels in ((0, [0, 1, 2]), (1, [1, 2, 3]), (3, [3, 4, 0]), (5, [0, 1, 2]), (9, [4, 0, 1])):
-        found = window(space, (0,), shift)
-        assert [a.tolist() for a in found["body.weight"]] == [channels, [0]]
-        assert [a.tolist() for a in found["head.weight"]] == [[0, 1], channels]  # classes stay where they are
-    whole = window(space, (1,), 3)
-    assert whole["head.weight"][1].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_a_rolled_network_is_the_supernet_with_the_rest_at_zero() -> None:
-    """Tied axes are in step: otherwise outputs of one layer would meet other layers' zeros."""
-    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    for name in ("tiny", "mobilenetv2", "mobilenetv3"):
-        space = lookup("space", name)((3, 16, 16), 5)
-        weights = {n: t + 0.1 * torch.rand_like(t) for n, t in space.new_weights(0).items()}
-        for shift in (1, 13):
-            arch = space.sample(rng_of("rolled", name, shift))
-            places = window(space, arch, shift)
-            part = cut_at(weights, places)
-            masked = {n: torch.zeros_like(t) for n, t in weights.items()}
-            for n, axes in places.items():
-                masked[n][grid(axes)] = part[n]
-            small, large = space.build(arch).eval(), space.supernet().eval()
-            small.load_state_dict(part, strict=False)
-            large.load_state_dict(masked, strict=False)
-            assert torch.allclose(small(x), large(x), atol=1e-4, rtol=1e-4)
-            back = average_at({n: torch.zeros_like(t) for n, t in weights.items()}, [(part, places, 2.0)])
-            assert all(torch.allclose(back[n], masked[n]) for n in masked)
-
-
-def test_fedrolex_trains_every_entry_in_as_many_rounds_as_channels() -> None:
-    space = Wide((1, 1, 1), 2, widths=(2, 5))
-    fleet = FleetConfig(budget=fleets.Limits(parameters=float(space.cost((0,)).parameters)))
-    federation = by_hand(FedRolex(), DATA, PLAIN, space, 5, fleet)
-    seen, state = torch.zeros(5), federation.begin()
-    state.server = state.server.replace(weights=wide([1] * 5, [0] * 5, [0] * 5))
-    was = state.server.weights["head.weight"]
-    for t, _ in enumerate(federation.rounds(state, lambda event: None)):
-        now = state.server.weights["head.weight"]
-        moved = (now != was).any(0)
-        assert moved.nonzero().flatten().tolist() == sorted({t % 5, (t + 1) % 5})
-        seen += moved
-        was = now
-    assert seen.tolist() == [2] * 5
-
-
-def test_average_at_places_by_hand() -> None:
-    old = {"w": torch.tensor([[1.0, 2.0], [3.0, -0.0]])}
-    first = ({"w": torch.tensor([[5.0]])}, {"w": (torch.tensor([0]), torch.tensor([1]))}, 1.0)
-    second = ({"w": torch.tensor([[8.0], [0.0]])}, {"w": (torch.tensor([0, 1]), torch.tensor([1]))}, 3.0)
-    third = ({"w": torch.tensor([[9.0]])}, {"w": (torch.tensor([1]), torch.tensor([0]))}, 2.0)
-    merged = average_at(old, [first, second, third])
-    assert merged["w"].tolist() == [[1.0, (5 + 3 * 8) / 4], [9.0, 0.0]]
-    kept = average_at(old, [third])
-    assert kept["w"][1, 1].view(torch.int32) == old["w"][1, 1].view(torch.int32)  # not even -0.0 changes
-    part, places = owned_part({"head.weight": torch.eye(2)}, {"head.weight": (torch.arange(2), torch.arange(2))},
-                              torch.tensor([False, True]))  # fmt: skip
-    assert part["head.weight"].tolist() == [[0.0, 1.0]]
-    assert places["head.weight"][0].tolist() == [1]
-
-
-# budgets ------------------------------------------------------------------------------------------------------------
-
-
-def test_no_budget_is_exceeded_over_ten_thousand_draws() -> None:
-    """What the methods give clients of every kind of fleet. Accuracies are drawn, so pruning takes any path."""
-    rng, drawn = np.random.default_rng(0), 0
-    cases = [(Tiny((1, 8, 8), 3), seed) for seed in range(140)] + [(MobileNetV2((3, 32, 32), 10), 0)]
-
-    async def score(arch: Arch) -> float:
-        return float(rng.integers(4))
-
-    for space, seed in cases:
-        seats = seats_of(space, seed)
-        job = Job(space, tuple(seats), len(seats), 1, 1, seed, PLAIN)
-        for seat in seats:
-            fits = lambda arch, seat=seat: affords(seat, arch)  # noqa: E731
-            need = lambda arch, seat=seat: max(seat.use(arch).values())  # noqa: E731
-            archs = [FedPA().choose(job, seat), FedUniform().choose(job, seat)]
-            if space.name == "tiny" or seat.id == 0:
-                archs += [asyncio.run(prune(space, float(rng.uniform(0.2, 0.9)), fits, need, score))]
-            for arch in archs:
-                cost, drawn = space.cost(arch), drawn + 1
-                assert seat.fits(arch)
-                assert all(getattr(cost, q) <= limit for q, limit in seat.budget.limits.items() if q != "memory")
-                assert cost.training_memory(seat.batch) <= seat.budget.limits.get("memory", np.inf)
-    assert drawn >= 10_000
-
-
-def seats_of(space: Space, seed: int) -> list[Seat]:
-    """Eight clients each of the capacity fleets and of one whose memory is short."""
-    largest, least = space.cost(space.largest), space.cost(space.smallest).training_memory(32) / 1e9
-    found = []
-    for name in ("capacity-high", "capacity-low", "uniform-memory"):
-        rules = FleetConfig(name, quantity=("flops", "parameters")[seed % 2], memory_gb=(least, 2 * least))
-        for i, device in enumerate(fleets.make(rules, 8, seed)):
-            budget = device.budget.absolute(largest, 32, device.profile, 100)
-            found.append(Seat(i, str(i), 100, device.profile, budget, True, space, 32, 100))
-    return found
-
-
-@pytest.mark.parametrize("method", ["fedcs", "fedpa", "feduniform", "heterofl", "fedrolex"])
-def test_archs_in_the_log_keep_to_the_budget(method: str, tmp_path: Path) -> None:
-    options = {
-        "clients": 6,
-        "participants": 4,
-        "rounds": 4,
-        "partition__new_clients": 1,
-        "fleet__name": "capacity-high",
-    }
-    config = small_config(method, **options)
-    run = Results.read(start(config, tmp_path / "run", "cpu", workers=1))
-    devices = fleets.make(config.make_fleet(), 7, config.seed)
-    space = config.make_space((1, 8, 8), 10)
-    largest = space.cost(space.largest).flops
-    told = run.events.where("arch") | run.events.where("personal_arch") | run.events.where("new_arch")
-    assert told.sum() >= 7
-    for client, text in zip(run.events.client[told], run.events.text[told], strict=True):
-        arch = tuple(int(i) for i in run.events.texts[text].split("-"))
-        limits = devices[client].budget.of_largest
-        assert limits is not None
-        assert limits.flops is not None
-        assert space.cost(arch).flops <= limits.flops * largest
-    kept = run.per_client("personal_flops", "") | run.per_client("new_flops", "")
-    assert len(kept) == 7
-
-
-# against a slow plain reference -------------------------------------------------------------------------------------
-
-
-def test_two_rounds_are_those_of_a_plain_reference() -> None:
-    """FedPA on real sub-networks, written again with loops over entries, full supernets and torch's own optimiser."""
-    space, local = Tiny((1, 8, 8), 3), Local(epochs=2.0, batch=4, lr=0.1, momentum=0.9, weight_decay=1e-3, bn="local")
-    archs = ((1, 0, 1, 0, 1, 1), (0, 1, 0, 1, 0, 1))
-    rng = np.random.default_rng(0)
-    data = [[(int(rng.integers(256)), int(rng.integers(3))) for _ in range(n)] for n in (4, 2)]
-    federation = by_hand(Given(archs=archs), data, local, space, 2)
-    noise = torch.from_numpy(rng.integers(0, 256, (6, 1, 8, 8))).to(torch.uint8)
-    for key, split in list(federation.store.ranges.items()):
-        federation.store.ranges[key] = replace(split, images=noise)
-    state = federation.begin()
-    supernet = {n: t.clone() for n, t in state.server.weights.items()}
-    for _ in federation.rounds(state, lambda event: None):
-        pass
-
-    for _ in range(2):
-        parts = []
-        for client, arch in enumerate(archs):
-            split = federation.store.split(client, TRAIN)
-            net = space.build(arch).train()
-            named = dict(net.named_parameters())
-            for name, parameter in named.items():
-                off = offsets(parameter, supernet[name])
-                for at in np.ndindex(*parameter.shape):  # entry by entry
-                    parameter.data[at] = supernet[name][tuple(np.add(at, off))]
-            optimiser = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-            for _ in range(2):  # two epochs of one batch: these clients have no more images than that
-                mine = slice(split.start, split.start + split.size)
-                optimiser.zero_grad()
-                F.cross_entropy(net(split.images[mine].float() / 255), split.labels[mine]).backward()
-                optimiser.step()
-            parts.append((len(data[client]), {n: p.detach() for n, p in named.items()}))
-        merged = {n: t.clone() for n, t in supernet.items()}
-        for name, tensor in supernet.items():
-            for at in np.ndindex(*tensor.shape):
-                owners = []
-                for mass, part in parts:
-                    if name not in part:
-                        continue
-                    inner = np.subtract(at, offsets(part[name], tensor))
-                    if (inner >= 0).all() and (inner < part[name].shape).all():
-                        owners.append((mass, float(part[name][tuple(inner)])))
-                if owners:
-                    merged[name][at] = sum(m * v for m, v in owners) / sum(m for m, _ in owners)
-        supernet = merged
-    assert state.server.weights.keys() == supernet.keys()
-    for name, tensor in supernet.items():
-        assert torch.allclose(state.server.weights[name], tensor, atol=2e-5), name
-
-
-def offsets(part: Tensor, whole: Tensor) -> list[int]:
-    """Where a sub-network's tensor begins in the supernet's: leading channels, centred kernels."""
-    return [(w - s) // 2 if axis > 1 else 0 for axis, (s, w) in enumerate(zip(part.shape, whole.shape, strict=True))]
-
-
-# pictures and milestones --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    parent = tmp_path_factory.mktemp("runs")
-    options = {"clients": 5, "participants": 4, "rounds": 4, "fleet__name": "capacity-high", "evaluate_every": 1}
-    return {
-        m: Results.read(start(small_config(m, **options), parent / m, "cpu", workers=1))
-        for m in ("fedcs", "feduniform")
-    }
-
-
-def test_shrinkage_of_a_run(runs: dict[str, Results], tmp_path: Path) -> None:
-    from fedtailor.report.shrink import read_shrinkage
-
-    found = read_shrinkage(runs["fedcs"])
-    assert found.shares.shape == (5, 6)
-    assert sum(map(len, found.groups.values())) == 5
-    assert next(iter(found.groups)) == "flops ≤ 100 % of largest"
-    assert (found.mean("flops ≤ 100 % of largest") == 1).all()
-    assert found.distance("flops ≤ 100 % of largest") == 0
-    # kernels of 3 are 0.6 of 5, widths and depths 0.5
-    assert set(found.shares.flatten().tolist()) <= {0.5, 0.6, 1.0}
-    found.to_svg(tmp_path / "shrink.svg")
-    assert (tmp_path / "shrink.svg").read_text().startswith("<svg")
-    found.to_csv(tmp_path / "shrink.csv")
-    lines = list(csv.DictReader((tmp_path / "shrink.csv").read_text().splitlines()))
-    assert len(lines) == 30
-    assert {line["dimension"] for line in lines} == set(found.dimensions)
-
-
-def test_bytes_to_reach_an_accuracy(runs: dict[str, Results]) -> None:
-    run = runs["feduniform"]
-    rounds, mean, _, _ = run.series("personal_accuracy", "val")
-    reached = bytes_to_reach(run, float(mean[-1]))
-    assert reached is not None
-    first = int(np.flatnonzero(mean >= mean[-1])[0])
-    assert reached.round == rounds[first]
-    assert all(mean[:first] < mean[-1])
-    total = sum(
-        float(v) for r, m, v in zip(run.events.round, run.events.metric, run.events.value, strict=True)
-        if r <= reached.round and run.events.metrics[m] in ("bytes_up", "bytes_down")
-    )  # fmt: skip
-    assert reached.bytes == total > 0
-    assert bytes_to_reach(run, 1.1) is None
-    with pytest.raises(UserError, match="personal"):
-        bytes_to_reach(run, 0.5, "best")
-
-
-def test_commands(runs: dict[str, Results], tmp_path: Path) -> None:
-    import typer
-
-    from fedtailor.cli.milestones import milestones_command
-    from fedtailor.cli.shrink import shrink_command
-
-    app = typer.Typer()
-    app.command("shrink")(shrink_command)
-    app.command("milestones")(milestones_command)
-    folders = [str(run.folder) for run in runs.values()]
-    out = CliRunner().invoke(app, ["shrink", folders[0], "--csv", str(tmp_path / "s.csv")])
-    assert out.exit_code == 0, out.output
-    assert (runs["fedcs"].folder / "shrink.svg").is_file()
-    arguments = ["milestones", *folders, "-a", "0.05", "-a", "1.0", "--csv", str(tmp_path / "m.csv")]
-    out = CliRunner().invoke(app, arguments)
-    assert out.exit_code == 0, out.output
-    lines = list(csv.DictReader((tmp_path / "m.csv").read_text().splitlines()))
-    assert [(line["run"], line["wanted"]) for line in lines] == [(m, a) for m in runs for a in ("0.05", "1.0")]
-    assert all(line["round"] for line in lines if line["wanted"] == "0.05")

@@ -9,19 +9,16 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedtailor.config import Local
 from fedtailor.data.partition import TRAIN, VAL
 from fedtailor.errors import UserError
-from fedtailor.evaluate import evaluate
 from fedtailor.fleet.budget import Budget
 from fedtailor.method import Reply
 from fedtailor.methods.direct_fednas import DirectFedNAS
@@ -31,12 +28,10 @@ from fedtailor.nets.darts import ALPHA, DartsCell, Mixture, mixture_of
 from fedtailor.options import read
 from fedtailor.registry import lookup
 from fedtailor.runs.execute import Watcher, prepare, resume, start
-from fedtailor.search.dsnas import chances, dsnas_step, path_of
-from fedtailor.search.milenas import PASSES, alpha_optimiser, cosine, milenas_step
+from fedtailor.search.milenas import PASSES
 from fedtailor.search.mixture import averaged
-from fedtailor.seeds import torch_seed
 from fedtailor.spaces.darts import Darts
-from fedtailor.spaces.darts_ops import EDGES, Cell
+from fedtailor.spaces.darts_ops import Cell
 from fedtailor.spaces.measure import count, tensors_of
 from fedtailor.values import read_value
 from tools import by_hand, one_round, rows, small_config
@@ -57,79 +52,6 @@ def federation(method, rounds: int = 2, local: Local = LOCAL, **options):
 
 def client_of(found, seat: int = 0):
     return found.client(found.job.seats[seat], {}, 1)
-
-
-# MiLeNAS by hand --------------------------------------------------------------------------------------------------
-
-
-def toy(**options):
-    """L = (w a x - y)^2 / 2 at w = 2, a = 1, plain steps of 0.1 for both: every gradient can be written down."""
-    w, a = nn.Parameter(torch.tensor(2.0)), torch.tensor(1.0, requires_grad=True)
-    step = milenas_step(
-        lambda x, y: 0.5 * (w * a * x - y) ** 2,
-        [w],
-        torch.optim.SGD([w], 0.1),
-        [a],
-        torch.optim.SGD([a], 0.1),
-        **options,
-    )
-    train, val = (torch.tensor(1.0), torch.tensor(1.0)), (torch.tensor(0.5), torch.tensor(3.0))
-    return step(train, val), w, a
-
-
-def test_milenas_moves_alpha_on_train_and_val_then_w_at_the_new_alpha() -> None:
-    loss, w, a = toy(lamda=0.5)
-    # train: (2 - 1) * w x = 2; val: (1 - 3) * w x = -2, weighed by a half: alpha 1 - 0.1 * (2 - 1) = 0.9
-    assert a.item() == pytest.approx(0.9)
-    # w at alpha = 0.9: (1.8 - 1) * 0.9 = 0.72
-    assert w.item() == pytest.approx(2 - 0.1 * 0.72)
-    assert loss.item() == pytest.approx(0.5 * 0.8**2)
-
-
-def test_without_lambda_val_is_not_read() -> None:
-    _, _, a = toy(lamda=0.0)
-    assert a.item() == pytest.approx(0.8)
-
-
-def test_clipping_acts_on_w_and_leaves_alpha() -> None:
-    _, w, a = toy(lamda=0.5, clip=0.2)
-    assert w.item() == pytest.approx(2 - 0.1 * 0.2)  # the gradient 0.72 is cut to norm 0.2
-    assert a.item() == pytest.approx(0.9)
-
-
-def test_the_gradient_of_w_can_be_adjusted_before_it_is_clipped() -> None:
-    w, a = nn.Parameter(torch.tensor(2.0)), torch.tensor(1.0, requires_grad=True)
-
-    def pull() -> None:
-        assert w.grad is not None
-        w.grad += 3.0
-
-    batch = (torch.tensor(0.0), torch.tensor(0.0))
-    optimisers = torch.optim.SGD([w], 0.1), torch.optim.SGD([a], 0.1)
-    milenas_step(lambda x, y: w * a * x, [w], optimisers[0], [a], optimisers[1], clip=1.0, adjust=pull)(batch, batch)
-    assert w.item() == pytest.approx(2 - 0.1)
-
-
-def test_alpha_moves_by_adam_with_the_papers_betas_and_decay() -> None:
-    a = torch.tensor([1.0], requires_grad=True)
-    optimiser, first, second, expected = alpha_optimiser([a], 0.1, 0.01), 0.0, 0.0, 1.0
-    for t, slope in enumerate((0.5, -2.0), 1):
-        a.grad = torch.tensor([slope])
-        optimiser.step()
-        g = slope + 0.01 * expected
-        first, second = 0.5 * first + 0.5 * g, 0.999 * second + 0.001 * g * g
-        expected -= 0.1 * (first / (1 - 0.5**t)) / (math.sqrt(second / (1 - 0.999**t)) + 1e-8)
-    assert a.item() == pytest.approx(expected)
-
-
-def test_cosine_restarts_from_the_given_rate() -> None:
-    lr = torch.tensor(0.025)
-    move, seen = cosine(lr, 0.001, 4), []
-    for _ in range(4):
-        move()
-        seen.append(lr.item())
-    assert seen == pytest.approx([0.001 + 0.024 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)])
-    assert all(a > b for a, b in pairwise(seen))
 
 
 # a round against a plain reference --------------------------------------------------------------------------------
@@ -416,136 +338,6 @@ def test_discretised_networks_have_the_strongest_operation_of_every_edge() -> No
     alpha = torch.zeros(2, 14, 3)
     alpha[:, :, 0], alpha[0, 3, 2], alpha[1, 5, 1] = 9.0, 1.0, -1.0
     assert strongest((alpha[0], alpha[1]), client) == (1,) * 3 + (2,) + (1,) * 10 + (1,) * 5 + (2,) + (1,) * 8
-
-
-# DSNAS ------------------------------------------------------------------------------------------------------------
-
-
-def test_dsnas_gradient_by_hand() -> None:
-    """Two edges, one per cell type, two operations each: L = w * (3 Z_n0 + 5 Z_r1) with the path (0, 1) at w = 2."""
-    w = nn.Parameter(torch.tensor(2.0))
-    alpha = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([[0.0, 0.0]])  # p = (1/4, 3/4) and (1/2, 1/2)
-    path = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
-    step = dsnas_step(
-        lambda x, y, z: w * (x * z[0][0, 0] + y * z[1][0, 1]),
-        path,
-        [w],
-        torch.optim.SGD([w], 0.1),
-        alpha,
-        torch.optim.SGD(alpha, 1.0),
-    )
-    loss = step(torch.tensor(3.0), torch.tensor(5.0))
-    assert loss.item() == 16
-    # rewards dL/dZ: 2 * 3 = 6 for the normal edge, 2 * 5 = 10 for the reduction edge; times Z - p, each with its own p
-    torch.testing.assert_close(alpha[0], torch.tensor([[-6 * 0.75, math.log(3.0) + 6 * 0.75]]))
-    torch.testing.assert_close(alpha[1], torch.tensor([[10 * 0.5, -10 * 0.5]]))
-    assert w.item() == pytest.approx(2 - 0.1 * 8)
-
-
-def test_dsnas_clips_w_and_not_alpha() -> None:
-    w, alpha = nn.Parameter(torch.tensor(2.0)), (torch.zeros(1, 2), torch.zeros(1, 2))
-    path = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0]])
-    optimisers = torch.optim.SGD([w], 0.1), torch.optim.SGD(alpha, 1.0)
-    step = dsnas_step(lambda x, y, z: w * x * z[0][0, 0], path, [w], optimisers[0], alpha, optimisers[1], clip=0.5)
-    step(torch.tensor(3.0), torch.tensor(0.0))
-    assert w.item() == pytest.approx(2 - 0.1 * 0.5)
-    torch.testing.assert_close(alpha[0], torch.tensor([[-3.0, 3.0]]))
-    assert not alpha[1].any()  # an edge without influence has no reward
-
-
-def test_decided_edges_keep_their_operation_and_their_alpha() -> None:
-    p = chances(torch.tensor([[2.0, 0.0], [0.1, 0.0]]), freeze=0.3)
-    assert p[0].tolist() == [1, 0]
-    assert p[1].tolist() == pytest.approx([0.525, 0.475], abs=1e-3)
-    alpha = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.1, 0.0]])
-    path = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0]])
-    w = nn.Parameter(torch.tensor(1.0))
-    optimisers = torch.optim.SGD([w], 0.1), torch.optim.SGD(alpha, 1.0)
-    step = dsnas_step(
-        lambda x, y, z: w * x * z[0][0, 0] * z[1][0, 0], path, [w], optimisers[0], alpha, optimisers[1], freeze=0.3
-    )
-    step(torch.tensor(1.0), torch.tensor(0.0))
-    assert alpha[0].tolist() == [[2.0, 0.0]]
-    assert alpha[1][0, 0] < 0.1
-
-
-def test_a_path_is_a_view_of_the_supernet() -> None:
-    space = replace(SPACE, norm="batch")
-    net = mixture_of(space).build(())
-    assert isinstance(net, Mixture)
-    weights = space.new_weights(2)
-    net.load_state_dict({**weights, **dict(zip(ALPHA, space.new_alpha(2), strict=True))}, strict=False)
-    arch = tuple(i % 3 for i in range(28))
-    path, gates = path_of(net, space, arch), space.gates_of(space.keep_of(arch))
-    with torch_seed("path"):
-        x, y = torch.randn(5, 1, 4, 4), torch.tensor([0, 1, 0, 1, 1])
-    plain = space.build(arch)
-    plain.load_state_dict(space.cut(weights, arch), strict=False)
-    torch.testing.assert_close(path(x, gates), plain(x))
-    assert len(list(net.cells[0].edges[0])) == 2  # type: ignore[index]  # the supernet itself is whole
-    optimiser = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
-    step_alpha = torch.optim.SGD(net.alpha, 1.0)
-    before, alpha = {n: t.clone() for n, t in tensors_of(net).items()}, [a.clone() for a in net.alpha]
-    loss = lambda x, y, z: F.cross_entropy(path(x, z), y)  # noqa: E731
-    dsnas_step(loss, gates, list(path.parameters()), optimiser, net.alpha, step_alpha)(x, y)
-    on_path = {n for n, _ in path.named_parameters()}
-    for name, tensor in tensors_of(net).items():
-        if name not in on_path and not name.endswith(("running_mean", "running_var")) and name not in ALPHA:
-            assert torch.equal(tensor, before[name]), name
-    assert not torch.equal(net.head.weight, before["head.weight"])
-    # rows of edges whose path is `none` get no reward, the others' change sums to zero over an edge's operations
-    for now, old, kept in zip(net.alpha, alpha, space.keep_of(arch), strict=True):
-        change = now - old
-        torch.testing.assert_close(change.sum(1), torch.zeros(14), atol=1e-5, rtol=0)
-        silent = [e for e in range(len(EDGES)) if kept[e] == (0,)]
-        assert not change[silent].any()
-        assert change.any()
-
-
-def test_direct_fednas_searches_then_trains_the_child_it_inherits() -> None:
-    method = DirectFedNAS(search_share=0.5, alpha_lr=0.05)
-    found = federation(method, rounds=2)
-    state = found.begin()
-    events: list = []
-    rounds = found.rounds(state, events.append)
-    start_alpha = state.server.alpha
-    next(rounds)
-    alpha = state.server.alpha
-    assert not any(torch.equal(alpha[n], start_alpha[n]) for n in ALPHA)
-    child = tuple(torch.cat(list(alpha.values())).argmax(1).tolist())
-    task = method.ask(state.server, found.job.seats[0])
-    assert task.arch == child
-    assert all(torch.equal(t, state.server.weights[n]) for n, t in task.weights.items())  # inherited, not new
-    searched = state.server.weights
-    next(rounds)
-    assert state.server.alpha is alpha
-    changed = {n for n, t in state.server.weights.items() if not torch.equal(t, searched[n])}
-    assert changed <= task.weights.keys()
-    assert "head.weight" in changed
-    flops = {(e.round, e.client): e.value for e in events if e.metric == "flops"}
-    assert flops[1, 0] < 2 * 2 * mixture_of(SPACE).cost(()).train_flops  # paths, not the whole supernet
-    assert flops[2, 0] == 2 * 2 * SPACE.cost(child).train_flops
-    found_events, kept = evaluate(found, state, None)
-    assert len([e for e in found_events if e.metric == "global_accuracy"]) == 2
-    assert kept == []
-
-
-def test_direct_fednas_draws_a_new_path_as_often_as_asked() -> None:
-    local = replace(LOCAL, epochs=4.0)
-    for every, jobs in ((1, 4), (3, 2), (9, 1)):
-        found = federation(DirectFedNAS(search_share=1.0, draw_every=every), rounds=1, local=local)
-        client, server = client_of(found), found.begin().server
-        lengths: list[int] = []
-        original = client.loop
-
-        async def loop(step, nets, *, steps, lengths=lengths, original=original):
-            lengths.append(steps)
-            return await original(step, nets, steps=steps)
-
-        client.loop = loop  # type: ignore[method-assign]
-        found.engine.run([("", found.method.work(found.method.ask(server, found.job.seats[0]), client))])
-        assert len(lengths) == jobs
-        assert sum(lengths) == 4
 
 
 # errors -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from fedtailor.export.card import read_card
 from fedtailor.export.predict import open_model
 from fedtailor.export.write import export_run
 from fedtailor.registry import lookup, names
-from fedtailor.runs.execute import open_space, read_facts, read_networks, start
+from fedtailor.runs.execute import open_space, read_networks, start
+from fedtailor.runs.facts import read_facts
 from fedtailor.runs.join import _grown, join, refit
 from fedtailor.runs.results import Results
 from test_sweep import config_of

@@ -10,7 +10,6 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,23 +17,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedtailor.config import Local, load, preset_names
+from fedtailor.config import Local
 from fedtailor.engine.loop import Event, Federation
-from fedtailor.errors import UserError
 from fedtailor.evaluate import evaluate, onboard
 from fedtailor.fleet.budget import Limits, budget_of
 from fedtailor.fleet.fleet import FleetConfig
 from fedtailor.method import Method, Reply, Server
-from fedtailor.methods.fedrlnas import FedRLNAS
-from fedtailor.methods.largest_fit import LargestFit, climb
 from fedtailor.methods.perfedrlnas import PerFedRLNAS
-from fedtailor.methods.random_arch import RandomArch
-from fedtailor.runs.execute import prepare, start
+from fedtailor.runs.execute import prepare
 from fedtailor.search.policy import most_likely
-from fedtailor.search.rewards import Outcome, assemble
 from fedtailor.spaces.base import Arch, Dimension, Space, Weights
 from fedtailor.spaces.tiny import Tiny
-from tools import by_hand, personal, rows, small_config
+from tools import by_hand, personal, small_config
 
 # a space of six networks: logits = head * body.1 * ... * body.0 * x, without biases -------------------------------
 
@@ -154,117 +148,6 @@ def test_archs_are_drawn_from_the_clients_own_softmax() -> None:
     for arch in TOY.archs():  # dimensions are independent: 4/5, 1/5 and 1/5, 1/5, 3/5
         expected = (0.8, 0.2)[arch[0]] * (0.2, 0.2, 0.6)[arch[1]]
         assert share[arch] / 4000 == pytest.approx(expected, abs=4 * math.sqrt(expected / 4000))
-
-
-# equation 9 -------------------------------------------------------------------------------------------------------
-
-
-def soft(fraction: str = "60%") -> FleetConfig:
-    return FleetConfig(hard=False, budget=Limits(memory=fraction))
-
-
-def test_a_network_that_does_not_fit_has_accuracy_0_the_longest_time_and_all_the_memory() -> None:
-    method = plain(rewards=("accuracy", "time", "memory"), weights={"time": 0.1})
-    federation = toy(method, fleet=soft())
-    server = federation.begin().server.replace(accuracy=torch.tensor([0.3, 0.5], dtype=torch.float64))
-    use = [federation.job.seats[0].use(a)["memory"] for a in (TOY.smallest, TOY.largest)]
-    assert use[0] < 1 < use[1]
-    after = method.merge(server, [reply(0, TOY.largest, None, 0.5), reply(1, TOY.smallest, 0.7, 3.0)])
-    # latest (0.3, 0.7): a refusal leaves the history alone. RT_0 = 3 = min RT.
-    refused, fitted = 0 - 0.5 - 0 - 1, 0.7 - 0.5 - 0 - use[0]
-    assert after.accuracy.tolist() == pytest.approx([0.3, 0.7])
-    assert row(after, 0) == pytest.approx([refused * g for g in (-1 / 2, 1 / 2, -1 / 3, -1 / 3, 2 / 3)])
-    assert row(after, 1) == pytest.approx([fitted * g for g in (1 / 2, -1 / 2, 2 / 3, -1 / 3, -1 / 3)])
-
-
-def test_a_network_that_does_not_fit_is_slower_than_the_fastest() -> None:
-    method = plain(rewards=("time",), weights={"time": 1.0})
-    server = begin(method, fleet=soft())
-    after = method.merge(server, [reply(0, TOY.largest, None, 0.5), reply(1, TOY.smallest, 0.7, 3.0)])
-    assert not after.alpha.any()  # both have the longest time, which is then the shortest too
-    replies = [reply(0, TOY.largest, None, 4.0), reply(1, TOY.smallest, 0.7, 3.0)]
-    assert row(method.merge(server, replies), 0)[1] == pytest.approx(-0.5)  # RT_0 - min RT = 1
-
-
-def test_a_round_of_refusals_has_a_mean_of_0() -> None:
-    method = plain(rewards=("accuracy", "memory"))
-    server = begin(method, fleet=soft())
-    after = method.merge(server, [reply(0, TOY.largest, None, 0.5)])
-    assert row(after, 0)[1] == pytest.approx(-0.5)
-    assert all(torch.equal(after.weights[n], server.weights[n]) for n in server.weights)
-
-
-def test_refused_networks_are_not_trained_not_averaged_and_not_kept() -> None:
-    method = PerFedRLNAS(rewards=("accuracy", "time", "memory"))
-    federation = toy(method, fleet=soft(), rounds=8)
-    state = federation.begin()
-    events: list[Event] = []
-    for state in federation.rounds(state, events.append):  # noqa: B007, B020
-        pass
-    refusals = {(e.round, e.client) for e in events if e.metric == "refused"}
-    losses = {(e.round, e.client) for e in events if e.metric == "loss"}
-    assert refusals
-    assert losses
-    assert not refusals & losses
-    sent = {(e.round, e.client): e.value for e in events if e.metric == "bytes_up"}
-    assert all((sent[key] == 0) == (key in refusals) for key in sent)
-    # even a policy that wants what does not fit ends with a network that does
-    wish = torch.tensor([[-9.0, 9.0, -9.0, 0.0, 9.0]] * 2, dtype=torch.float64)
-    seat = federation.job.seats[0]
-    assert seat.use(method.offer(state.server.replace(alpha=wish), seat).arch)["memory"] <= 1
-
-
-def test_soft_budgets_that_admit_nothing_are_an_error_before_the_run() -> None:
-    with pytest.raises(UserError, match=r"client-0.*no arch of 'toy' fits.*memory"):
-        toy(PerFedRLNAS(), fleet=soft("1%"))
-
-
-# rewards ----------------------------------------------------------------------------------------------------------
-
-
-def outcome(**changes: Any) -> Outcome:
-    seat = toy(PerFedRLNAS()).job.seats[0]
-    return dataclasses.replace(Outcome(seat, (1, 1), True, 0.8, 5.0, 0.6, 2.0), **changes)
-
-
-def test_rewards_are_sums_of_named_pieces() -> None:
-    assert assemble(("accuracy",), {})(outcome()) == pytest.approx(0.2)
-    assert assemble(("accuracy", "time"), {})(outcome()) == pytest.approx(0.2 - 0.001 * 3)
-    assert assemble(("accuracy", "time"), {"time": 0.5, "accuracy": 2.0})(outcome()) == pytest.approx(0.4 - 1.5)
-    # width 2, one layer of depth: 2 + 4 + 4 weights of 14 in the largest, as many multiply-adds
-    assert assemble(("energy",), {})(outcome()) == pytest.approx(-10 / 14)
-    assert assemble(("bytes",), {"bytes": 3.0})(outcome()) == pytest.approx(-30 / 14)
-    seat = outcome().seat
-    mains = dataclasses.replace(seat, profile=dataclasses.replace(seat.profile, battery="none"))
-    assert assemble(("energy",), {})(outcome(seat=mains)) == 0
-    memory = COSTS[1, 1].training_memory(4) / seat.profile.memory
-    assert assemble(("memory",), {})(outcome()) == pytest.approx(-memory)
-    assert assemble(("memory",), {})(outcome(fits=False)) == -1
-
-
-def test_a_reward_of_ones_own_comes_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "def carbon(outcome):\n    return -float(outcome.arch[0])\ndef bad(outcome):\n    return float('nan')\n"
-    )
-    reward = assemble(("accuracy", f"{file}:carbon"), {"carbon": 0.25})
-    assert reward(outcome()) == pytest.approx(0.2 - 0.25)
-    with pytest.raises(UserError, match=r"reward '.*:bad' of client 'client-0' is nan"):
-        assemble((f"{file}:bad",), {})(outcome())
-    with pytest.raises(UserError, match=r"method\.rewards.*no file"):
-        assemble(("nowhere.py:carbon",), {})
-    with pytest.raises(UserError, match="no 'soot'"):
-        assemble((f"{file}:soot",), {})
-
-
-def test_misspelt_rewards_and_weights_are_named() -> None:
-    with pytest.raises(UserError, match=r"unknown reward 'tiem'\. Did you mean 'time'"):
-        toy(PerFedRLNAS(rewards=("accuracy", "tiem")))
-    with pytest.raises(UserError, match=r"method\.weights\.memroy.*Did you mean 'memory'"):
-        toy(PerFedRLNAS(rewards=("accuracy", "memory"), weights={"memroy": 2.0}))
-    assert load("perfedrlnas", {"method.rewards": ["accuracy"]}).make_method()  # a weight without its piece is idle
-    with pytest.raises(UserError, match=r"method\.weights"):
-        load("perfedrlnas", {"method.weights.time": -1.0})
 
 
 # aggregation and budgets ------------------------------------------------------------------------------------------
@@ -472,208 +355,3 @@ def test_newcomers_only_test_and_are_compared_with_each_other() -> None:
     server.job = dataclasses.replace(server.job, clients=1)  # client 1 is new
     after = method.merge(server, [reply(1, (0, 0), 0.2, 1.0)])
     assert not after.alpha.any()  # 0.2 is the newcomers' mean; next to the 0.9 of client 0 it would be a failure
-
-
-# FedRLNAS ---------------------------------------------------------------------------------------------------------
-
-
-def test_fedrlnas_moves_one_policy_by_the_mean_of_its_participants() -> None:
-    method = FedRLNAS(warmup=0.0, search=1.0, policy_optimizer="ascent", policy_lr=1.0, baseline_decay=0.9)
-    server = begin(method)
-    assert server.alpha.shape == (1, 5)
-    after = method.merge(server, [reply(0, (1, 0), 0.9, 1.0), reply(1, (0, 2), 0.6, 1.0)])
-    # b = 1/2: r = 0.4 and 0.1
-    first, second = (-1 / 2, 1 / 2, 2 / 3, -1 / 3, -1 / 3), (1 / 2, -1 / 2, -1 / 3, -1 / 3, 2 / 3)
-    assert row(after, 0) == pytest.approx([(0.4 * a + 0.1 * b) / 2 for a, b in zip(first, second, strict=True)])
-    assert after.baseline == pytest.approx(0.9 * 0.5 + 0.1 * 0.75)
-
-
-def test_fedrlnas_warms_up_searches_and_trains() -> None:
-    method = FedRLNAS(warmup=0.3, search=0.4)
-    federation = toy(method, rounds=10)
-    state = federation.begin()
-    fresh, events, alphas = state.server.fresh, [], [state.server.alpha]
-    for state in federation.rounds(state, events.append):  # noqa: B020
-        alphas.append(state.server.alpha)
-        if state.round == 7:
-            supernet = state.server.weights
-    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(alphas)]
-    assert moved == [False] * 3 + [True] * 4 + [False] * 3
-    archs = {n: {str(e.value) for e in events if e.metric == "arch" and e.round == n} for n in range(1, 11)}
-    assert len(set.union(*(archs[n] for n in (8, 9, 10)))) == 1
-    assert len(set.union(*(archs[n] for n in (1, 2, 3)))) > 1
-    # phase 3 knows nothing of the supernet: what its arch does not own is as it was drawn, and that is not the supernet
-    index = TOY.cut({n: torch.ones_like(t) for n, t in fresh.items()}, state.server.arch)
-    for name in fresh.keys() - index.keys():
-        assert torch.equal(state.server.weights[name], fresh[name])
-    assert not torch.equal(fresh["head.weight"], supernet["head.weight"])
-    assert state.server.fresh is None
-    assert method.shared(state.server).arch == state.server.arch
-
-
-def test_fedrlnas_can_go_on_from_the_supernet() -> None:
-    method = FedRLNAS(warmup=0.5, search=0.5, retrain="supernet")
-    federation = toy(method, rounds=2)
-    state = federation.begin()
-    assert state.server.fresh is None
-    for state in federation.rounds(state, lambda event: None):  # noqa: B007, B020
-        pass
-    arch = method.derived(state.server)
-    offered = method.offer(state.server, federation.job.seats[0])
-    expected = TOY.cut(state.server.weights, arch)
-    assert offered.arch == arch
-    assert all(torch.equal(offered.weights[n], expected[n]) for n in expected)
-
-
-def test_fedrlnas_derives_an_arch_that_fits_every_client() -> None:
-    method = FedRLNAS()
-    fleet = FleetConfig(name="capacity-high", fractions=(1.0, 0.6, 0.5))
-    federation = by_hand(method, DATA * 5, PLAIN, TINY, fleet=fleet)
-    wish = torch.tensor([[0.0, 3.0] * 6], dtype=torch.float64)
-    arch = method.derived(federation.begin().server.replace(alpha=wish))
-    assert all(seat.fits(arch) for seat in federation.job.seats)
-    assert arch != TINY.largest
-
-
-def test_fedrlnas_phases_are_shares() -> None:
-    with pytest.raises(UserError, match=r"method\.warmup = 0\.7.*at most 1"):
-        toy(FedRLNAS(warmup=0.7, search=0.4))
-
-
-# controls ---------------------------------------------------------------------------------------------------------
-
-TIERS = FleetConfig(name="capacity-low", fractions=(1.0, 0.5, 0.2))
-
-
-def test_random_archs_are_fixed_differ_and_fit() -> None:
-    federation = by_hand(RandomArch(), DATA * 10, PLAIN, TINY, fleet=TIERS)
-    state = federation.begin()
-    archs = [federation.method.ask(state.server, seat).arch for seat in federation.job.seats]
-    state.server.round = 5
-    assert archs == [federation.method.ask(state.server, seat).arch for seat in federation.job.seats]
-    assert len(set(archs)) > 8
-    assert all(seat.fits(arch) for seat, arch in zip(federation.job.seats, archs, strict=True))
-
-
-def test_random_archs_are_uniform_where_there_is_no_budget() -> None:
-    job = dataclasses.replace(toy(RandomArch()).job, seats=toy(RandomArch()).job.seats[:1])
-    draws = [RandomArch().choose(dataclasses.replace(job, seed=s))[0] for s in range(1200)]
-    assert all(abs(n - 200) < 60 for n in Counter(draws).values())
-    assert len(set(draws)) == 6
-
-
-@pytest.mark.parametrize("measure", ["flops", "parameters"])
-def test_the_largest_arch_that_fits_is_exact_on_a_small_space(measure: str) -> None:
-    method = LargestFit(measure=measure)  # type: ignore[arg-type]
-    federation = by_hand(method, DATA * 5, PLAIN, TINY, fleet=TIERS)
-    for seat, arch in zip(federation.job.seats, method.choose(federation.job), strict=True):
-        best = max(getattr(TINY.cost(a), measure) for a in TINY.archs() if seat.fits(a))
-        assert seat.fits(arch)
-        assert getattr(TINY.cost(arch), measure) == best
-
-
-def test_the_greedy_rule_ends_where_no_step_up_fits() -> None:
-    size = lambda arch: float(TINY.cost(arch).flops)  # noqa: E731
-    for share in (0.15, 0.4, 0.7, 1.0):
-        limit = share * size(TINY.largest)
-        arch = climb(TINY, size, lambda a: size(a) <= limit)  # noqa: B023
-        best = max(size(a) for a in TINY.archs() if size(a) <= limit)
-        assert 0.8 * best <= size(arch) <= limit
-        ups = [(*arch[:d], i + 1, *arch[d + 1 :]) for d, i in enumerate(arch) if not i]
-        assert all(size(up) > limit for up in ups)
-
-
-def test_controls_average_like_the_search() -> None:
-    # with one arch for everybody a control is FedAvg on it, and so is a policy that has settled on it
-    settled = torch.tensor([[-60.0, 60.0, -60.0, -60.0, 60.0]] * 2, dtype=torch.float64)
-    found = []
-    for method, values in ((LargestFit(), {}), (PerFedRLNAS(), {"alpha": settled})):
-        federation = toy(method)
-        state = federation.begin()
-        state.server = state.server.replace(**values)
-        found.append(next(federation.rounds(state, lambda event: None)).server.weights)
-    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
-
-
-# presets, similarity, command -------------------------------------------------------------------------------------
-
-
-def test_presets_say_what_they_are_called() -> None:
-    ours = {n: load(n) for n in preset_names() if n.startswith("perfedrlnas")}
-    assert ours["perfedrlnas"].participants == 5
-    assert ours["perfedrlnas-50-percent"].participants == 50
-    assert ours["perfedrlnas-200-clients"].clients == 200
-    assert ours["perfedrlnas-no-time"].make_method().weights["time"] == 0  # type: ignore[attr-defined]
-    assert "memory" in ours["perfedrlnas-memory"].make_method().rewards  # type: ignore[attr-defined]
-    assert not ours["perfedrlnas-memory"].make_fleet().hard
-    assert ours["perfedrlnas-onboarding"].make_partition().new_clients == 100
-    for config in ours.values():
-        partition = config.make_partition()
-        images = 1797 if config.data.name == "digits" else 60_000
-        assert partition.samples * (config.clients + partition.new_clients) <= images
-
-
-def test_the_memory_preset_has_devices_that_some_networks_do_not_fit() -> None:
-    config = load("perfedrlnas-memory")
-    space = config.make_space((3, 32, 32), 10)
-    low, high = config.make_fleet().memory_gb
-    need = [space.cost(a).training_memory(config.local.batch) / 1e9 for a in (space.smallest, space.largest)]
-    assert need[0] < low < need[1] < high
-
-
-def test_similar_labels_and_similar_policies_correlate() -> None:
-    from fedtailor.report.similarity import compare_clients, similarity_svg
-
-    rng = np.random.default_rng(1)
-    groups = np.arange(12) % 3
-    counts = np.eye(3)[groups] * 40 + rng.integers(0, 5, (12, 3))
-    policies = [np.eye(4)[groups] * 0.6 + 0.1, np.full((12, 2), 0.5)]
-    found = compare_clients(counts, policies)
-    assert found.correlation > 0.9
-    assert found.chance < 0.01
-    assert len(found.pairs) == 66
-    assert found.policies.max() == pytest.approx((0.7**2 + 3 * 0.1**2 + 0.5) / 2)
-    assert 0 <= found.labels.min() <= found.labels.max() <= 1
-    other = compare_clients(counts, [policies[0][rng.permutation(12)]])
-    assert abs(other.correlation) < 0.5
-    equal = compare_clients(np.ones((4, 3)), policies[0][None, :4])
-    assert equal.labels == pytest.approx(np.ones(6))
-    assert math.isnan(equal.correlation)
-    assert similarity_svg(counts, policies).startswith("<svg")
-    with pytest.raises(UserError, match="three clients"):
-        compare_clients(counts[:2], [policies[0][:2]])
-
-
-def test_policies_of_a_run_are_drawn_and_written(tmp_path: Path) -> None:
-    from fedtailor.cli.policies import policies_command
-    from fedtailor.report.similarity import policy_similarity
-
-    run = start(small_config("perfedrlnas", participants=4), tmp_path / "run", "cpu", workers=1)
-    policies_command(run, None, tmp_path / "pairs.csv")
-    assert (run / "policies.svg").read_text().startswith("<svg")
-    lines = (tmp_path / "pairs.csv").read_text().splitlines()
-    assert lines[0] == "client,other,label_similarity,policy_similarity"
-    assert len(lines) == 1 + 6
-    picture = policy_similarity(run)
-    assert picture is not None
-    assert "4 clients" in picture.caption
-    none = start(small_config("random-arch", rounds=1), tmp_path / "none", "cpu", workers=1)
-    assert policy_similarity(none) is None
-    with pytest.raises(UserError, match="no policies"):
-        policies_command(none, None, None)
-
-
-def test_a_search_with_late_absent_and_refusing_clients_goes_on(tmp_path: Path) -> None:
-    changes = {
-        "fleet__hard": False,
-        "fleet__availability": 0.6,
-        "fleet__deadline": 0.02,
-        "fleet__budget": {"memory": "50%"},
-        "method__rewards": ["accuracy", "time", "memory", "energy", "bytes"],
-        "rounds": 6,
-        "participants": 4,
-    }
-    folder = start(small_config("perfedrlnas", **changes), tmp_path / "run", "cpu", workers=1)
-    found = rows(folder)
-    assert any(",refused," in line for line in found)
-    assert len([line for line in found if ",test,personal_accuracy," in line]) == 4

@@ -90,7 +90,8 @@ def cells_command(
     from rich.markup import escape
     from rich.table import Table
 
-    from ..runs.execute import open_space, read_facts, read_networks
+    from ..runs.execute import open_space, read_networks
+    from ..runs.facts import read_facts
     from ..values import write_bytes
 
     folder = out or run / "cells"

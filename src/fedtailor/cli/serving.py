@@ -99,7 +99,7 @@ def serve_command(
     from ..engine.crowd import Waiting
     from ..engine.flower.apps import GridPost
     from ..engine.flower.link import SuperLink
-    from ..runs.execute import read_facts
+    from ..runs.facts import read_facts
     from ..runs.logs import with_logs
     from ..runs.results import Results
     from ..runs.serve import serve

@@ -22,7 +22,8 @@ from ..errors import UserError, unknown
 from ..evaluate import pictures
 from ..fleet import fleet as fleets
 from ..method import Seat
-from ..runs.execute import Setup, make_seats, open_space, prepare, read_facts, read_networks
+from ..runs.execute import Setup, make_seats, open_space, prepare, read_networks
+from ..runs.facts import read_facts
 from ..runs.results import KINDS, Results
 from ..spaces.base import Arch, Space, Weights
 from ..values import write_bytes

@@ -89,7 +89,7 @@ def read_similarity(folder: Path) -> Similarity | None:
 
     from ..method import Job
     from ..runs import checkpoint
-    from ..runs.execute import read_facts
+    from ..runs.facts import read_facts
 
     facts = read_facts(folder)
     # the job is what a method needs to go on; reading needs none

@@ -25,7 +25,8 @@ from ..fleet import fleet as fleets
 from ..method import Job, Method, Seat, Task
 from ..values import read_value, write_bytes, write_value
 from .events import EventLog
-from .execute import Setup, facts_of, save_networks, write_facts
+from .execute import Setup, save_networks
+from .facts import facts_of, write_facts
 
 OFFER = "offer.safetensors"
 

@@ -33,16 +33,8 @@ from ..spaces.base import Space
 from ..values import Value
 from . import checkpoint
 from .alone import Offered, deal_of, part_of, write_alone
-from .execute import (
-    Say,
-    choose_device,
-    data_of,
-    make_engine,
-    make_seats,
-    open_space,
-    read_facts,
-    read_networks,
-)
+from .execute import Say, choose_device, data_of, make_engine, make_seats, open_space, read_networks
+from .facts import read_facts
 
 
 @dataclass(frozen=True)

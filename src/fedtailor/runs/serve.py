@@ -26,7 +26,8 @@ from ..errors import UserError
 from ..fleet.fleet import Fleet
 from ..method import Job
 from ..values import write_bytes
-from .execute import Watcher, cadence, common_facts, drive, make_job, read_facts, require_free, write_facts
+from .execute import Watcher, cadence, drive, make_job, require_free
+from .facts import common_facts, read_facts, write_facts
 
 
 def serve(

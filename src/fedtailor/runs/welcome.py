@@ -17,7 +17,8 @@ from ..errors import UserError
 from ..evaluate import tuning
 from ..fleet import fleet as fleets
 from ..method import Job
-from .execute import Watcher, open_space, read_facts
+from .execute import Watcher, open_space
+from .facts import read_facts
 from .join import job_of, last_state, with_room
 from .serve import public_set, run_name
 

@@ -21,7 +21,8 @@ from ..engine.client import Client
 from ..errors import UserError
 from ..evaluate import test_accuracy
 from ..method import Task
-from ..runs.execute import choose_device, prepare, read_facts, read_networks
+from ..runs.execute import choose_device, prepare, read_networks
+from ..runs.facts import read_facts
 
 Start = Literal["own", "fresh"]
 
