@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.config import Local
-from fedtailor.engine import cuda, replay, stack
+from fedtailor.engine import cuda, loops, replay, stack
 from fedtailor.engine.cuda import CudaEngine
 from fedtailor.engine.local import lowered
 from fedtailor.runs import execute
@@ -97,7 +97,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     }
     for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    for room in (cuda, replay, stack):
+    for room in (cuda, loops, replay, stack):
         monkeypatch.setattr(room, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(replay, "Forward", Forward)
     monkeypatch.setattr(replay.Replay, "capture", capture)

@@ -199,6 +199,33 @@ def test_steps_of_the_next_round_are_captured_ahead(monkeypatch: pytest.MonkeyPa
     assert sum(used[3:]) >= 6
 
 
+@pytest.mark.parametrize("lr_end", [0.0, 0.001])
+def test_steps_of_a_recipe_are_captured_once(lr_end: float, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedtailor.engine.loops import LoopReplay
+
+    captured: list[Any] = []
+    real = LoopReplay._begin
+    monkeypatch.setattr(LoopReplay, "_begin", lambda self, own: captured.append(self) or real(self, own))
+    changes = {"rounds": 3, "clients": 4, "participants": 3, "local__epochs": 1.0, "local__lr": 0.003}
+    changes |= {"method__lr_end": lr_end, "local__prior": True, "method__stage": "search", "precision": "fp32"}
+
+    def trained(engine: str) -> tuple[State, Federation]:
+        setup = prepare(config_of("fednas", "darts", **changes))
+        federation, _ = setup.federation(device, 1, engine)
+        state = federation.begin()
+        for _ in federation.rounds(state, lambda event: None):
+            pass
+        return state, federation
+
+    plain, _ = trained("eager")
+    ours, federation = trained("auto")
+    assert len(captured) == 3  # one for each of the clients that train at once
+    assert sum(map(len, federation.engine.slots.loops.values())) == 3  # type: ignore[attr-defined]
+    assert apart(plain, ours) < (1e-4 if place == "pretence" else 1e-2)
+    federation.engine.close()
+    assert not federation.engine.slots.loops  # type: ignore[attr-defined]
+
+
 def test_a_full_card_trains_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedtailor.engine.cuda import CudaEngine
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedtailor.search.milenas import alpha_optimiser, cosine, milenas_step
+from fedtailor.search.milenas import Cosine, alpha_optimiser, milenas_step
 
 
 def toy(**options):
@@ -74,7 +74,7 @@ def test_alpha_moves_by_adam_with_the_papers_betas_and_decay() -> None:
 
 def test_cosine_restarts_from_the_given_rate() -> None:
     lr = torch.tensor(0.025)
-    move, seen = cosine(lr, 0.001, 4), []
+    move, seen = Cosine(lr, 0.025, 0.001, 4), []
     for _ in range(4):
         move()
         seen.append(lr.item())

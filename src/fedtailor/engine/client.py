@@ -21,7 +21,7 @@ from ..parts import STATISTICS
 from ..seeds import rng_of, seed_of
 from ..spaces.base import Space, Weights
 from ..spaces.measure import Cost, copies, parameters_of, tensors_of
-from .jobs import Fit, Loop, Measured, Predict, Recalibrate, Score
+from .jobs import Fit, Loop, Measured, Predict, Recalibrate, Recipe, Score, Value
 from .steps import objective
 
 if TYPE_CHECKING:
@@ -174,8 +174,9 @@ class Client:
 
     async def loop(
         self,
-        step: Callable[..., Tensor],
+        step: Callable[..., Tensor] | Recipe,
         nets: Sequence[nn.Module],
+        values: Sequence[Value] = (),
         *,
         epochs: float | None = None,
         steps: int | None = None,
@@ -185,7 +186,8 @@ class Client:
     ) -> Measured:
         """Runs a step of the method's own over batches; with several splits, each call gets one batch of each.
 
-        Images of `public` come without labels: in their place are the images' numbers in the public set.
+        Images of `public` come without labels: in their place are the images' numbers in the public set. A step may
+        also be a recipe, for `nets` and `values`, which a GPU then captures once and not once for every job.
 
         `passes` says how many ordinary training steps' arithmetic one call costs.
         """
@@ -195,7 +197,7 @@ class Client:
         streams = tuple(Stream(self._split(s), self.local.batch, how[s], self._next_seed(s)) for s in over)
         for net in nets:
             self._spend(net, steps, first, passes)
-        return await Loop(step, streams, steps, tuple(nets), self._next_seed("loop"))
+        return await Loop(step, streams, steps, tuple(nets), self._next_seed("loop"), tuple(values))
 
     async def score(self, net: nn.Module, on: str = "val", images: int = 0) -> float:
         """Accuracy of the network as this client would use it.

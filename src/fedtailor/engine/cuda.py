@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost
-from .jobs import Fit, Job, Loop, Recalibrate, Score
+from .jobs import Fit, Job, Loop, Recalibrate, Recipe, Score
 from .local import Cannot, LocalEngine, Memory
+from .loops import LoopReplay, LoopSlot
 from .outfit import fit_out
-from .replay import FitSlot, Forwards, Lane, LoopReplay, Replay, Step, no_garbage, on
+from .replay import FitSlot, Forwards, Lane, Replay, Step, no_garbage, on
 from .shelf import Shelf
 from .slots import Slots
 from .stack import StackSlot, stacking_pays
@@ -258,9 +259,11 @@ class CudaEngine(LocalEngine):
             here.wait_stream(replay.stream)
             if isinstance(replay, FitSlot):
                 self.slots.keep(replay)
-        if loops := [replay for replay in replays if isinstance(replay, LoopReplay)]:
+            elif isinstance(replay, LoopSlot) and not replay.obstacle:
+                self.slots.keep_loop(replay)
+        if once := [r for r in replays if isinstance(r, LoopReplay) and (r.obstacle or not isinstance(r, LoopSlot))]:
             torch.cuda.synchronize(self.device)
-            for replay in loops:
+            for replay in once:
                 replay.release()
         steps = torch.tensor([replay.steps for replay in replays]).to(self.device, non_blocking=True)
         return self._late(batch, torch.stack([replay.total for replay in replays]).double() / steps)
@@ -331,7 +334,11 @@ class CudaEngine(LocalEngine):
             if isinstance(job, Fit):
                 job = Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed)
             assert isinstance(job, Loop)
-            replay = LoopReplay(job, self.slots.idle(taken), self.precision)
+            if isinstance(job.step, Recipe):
+                replay = self.slots.loop(job, taken)
+                replay.begin(job)
+            else:
+                replay = LoopReplay(job, self.slots.idle(taken), self.precision)
             if replay.obstacle and replay.left:
                 self._tell(f"{label}: runs step by step, its step cannot be captured ({replay.obstacle})")
             return replay

@@ -10,9 +10,10 @@ to it obeys the same rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ..config import Local
 
 Batch = tuple[Tensor, Tensor]
+Value = float | Tensor | None
 Measured = float | Tensor  # a loss; as a tensor it is still being computed, and float() waits for it
 
 
@@ -51,15 +53,38 @@ class Fit(Job):
     seed: int = 0
 
 
+class Made(NamedTuple):
+    """A step, and the tensors it keeps beside its networks and values, which are zeros at first: optimisers' states."""
+
+    step: Callable[..., Tensor]
+    state: Callable[[], Sequence[Tensor]]
+
+
+class Recipe(ABC):
+    """How to make a step of a method's own. An engine may make it once, and use it for every job that is alike.
+
+    A frozen dataclass: its fields, and what the networks and values look like, are all that the step may depend on.
+    Values are numbers or tensors that differ from job to job; a step that is used again finds tensors in their place.
+    """
+
+    @abstractmethod
+    def make(self, nets: Sequence[nn.Module], values: Sequence[Value]) -> Made:
+        """The step for these networks and values, which it is to read and change where they lie."""
+
+
 @dataclass(frozen=True)
 class Loop(Job):
     """`steps` calls of `step`, each with one batch of every stream."""
 
-    step: Callable[..., Tensor]
+    step: Callable[..., Tensor] | Recipe
     streams: tuple[Stream, ...]
     steps: int
     nets: tuple[nn.Module, ...] = field(default=())  # put into training mode, dropout seeded
     seed: int = 0
+    values: tuple[Value, ...] = ()  # for a recipe
+
+    def made(self) -> Callable[..., Tensor]:
+        return self.step.make(self.nets, self.values).step if isinstance(self.step, Recipe) else self.step
 
 
 @dataclass(frozen=True)

@@ -210,14 +210,14 @@ class LocalEngine:
         for net in job.nets:
             net.train()
             seed_dropout(net, job.seed)
-        batches = [self._batches(stream, job.steps) for stream in job.streams]
+        step, batches = job.made(), [self._batches(stream, job.steps) for stream in job.streams]
         total = torch.zeros((), device=self.device)
         for i in range(job.steps):
             if self._stop.is_set():
                 raise Stopped
             pairs = [draw(i) for draw in batches]
             with lowered(self.precision):
-                total += job.step(*(pairs[0] if len(pairs) == 1 else pairs))
+                total += step(*(pairs[0] if len(pairs) == 1 else pairs))
         return self._checked(float(total) / max(1, job.steps))
 
     @staticmethod

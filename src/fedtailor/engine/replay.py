@@ -20,7 +20,7 @@ from ..data.batches import Stream
 from ..spaces.base import Arch, Space
 from ..spaces.layers import seed_dropout
 from ..spaces.measure import let_learn, parameters_of, tensors_of
-from .jobs import Fit, Loop
+from .jobs import Fit
 from .local import Cannot, lowered
 from .steps import objective, pull_, push_
 
@@ -259,55 +259,6 @@ class FitSlot(Replay):
         if self.job.net is not self.net:
             with on(self.stream), torch.no_grad():
                 torch._foreach_copy_(list(tensors_of(self.job.net).values()), self.tensors)
-
-
-class LoopReplay(Replay):
-    """A method's own step: the first one is run, the rest replayed."""
-
-    def __init__(self, job: Loop, lane: Lane, precision: str) -> None:
-        super().__init__(lane, [s.shape for s in job.streams], precision, min(CHUNK, job.steps))
-        self.nets = job.nets
-        for net in job.nets:
-            net.train()
-            seed_dropout(net, job.seed)
-        self.start([drawn(stream, job.steps) for stream in job.streams], job.steps)
-
-        def step() -> Tensor:
-            pairs = self.batches()
-            return job.step(*(pairs[0] if len(pairs) == 1 else pairs))
-
-        with torch.cuda.stream(self.stream):  # optimiser states and workspaces are made outside the capture
-            with lowered(precision):
-                self.total += step()
-            self.counter += 1
-        self.done = 1
-        self.step, self.obstacle = step, "" if self.left else "one step"
-        if self.left:
-            try:
-                self.capture(step)
-            except Cannot as reason:
-                self.obstacle = str(reason)
-            except torch.OutOfMemoryError:  # the first step is done and cannot be done again
-                self.obstacle = "the GPU's memory is full"
-                del self.graph
-
-    def launch(self) -> None:
-        if self.obstacle:
-            with lowered(self.precision):
-                self.total += self.step()
-            self.counter += 1
-        else:
-            super().launch()
-
-    def finish(self) -> None:
-        for net in self.nets:
-            let_learn(net)
-
-    def release(self) -> None:
-        """Lets go of the graph and of what its step holds, which refers back to this object."""
-        del self.step
-        if not self.obstacle:
-            del self.graph
 
 
 class Forward:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..spaces.base import Arch, Space
 from ..spaces.measure import drop_gradients
+from .jobs import Loop
+from .loops import LoopSlot, Recurring
 from .replay import FitSlot, Lane, Step
 
 Kind = tuple[Space, Arch]
@@ -29,12 +32,13 @@ class Slots:
         self.turn = NOBODY  # the number of the work that asks
         self.free: OrderedDict[Step, list[FitSlot]] = OrderedDict()  # no client holds their networks
         self.lent: dict[nn.Module, FitSlot] = {}  # by the network that a client holds
+        self.loops: OrderedDict[Recurring, list[LoopSlot]] = OrderedDict()
         self._networks: OrderedDict[Kind, list[nn.Module]] = OrderedDict()  # free ones that have no captured step
         self._given: dict[nn.Module, Kind] = {}  # such ones that clients hold
         self._held: dict[int, list[nn.Module]] = {}  # all that clients hold, by the work's number
 
     def __len__(self) -> int:
-        return sum(map(len, self.free.values())) + sum(map(len, self._networks.values()))
+        return sum(map(_count, (self.free, self.loops, self._networks)))
 
     def network(self, space: Space, arch: Arch) -> nn.Module:
         """A network of the arch: one whose step was captured ahead, or a free one."""
@@ -86,6 +90,22 @@ class Slots:
             self.free.setdefault(slot.key, []).append(slot)
             self.free.move_to_end(slot.key)
 
+    def loop(self, job: Loop, taken: set[Lane]) -> LoopSlot:
+        """The captured step of a recipe: one on a lane that is free, or a new one with networks of its own."""
+        key = Recurring.of(job)
+        kept = self.loops.get(key, [])
+        found = next((slot for slot in kept if slot.lane not in taken), None)
+        if found is None:
+            nets = [self.make(space, arch) for space, arch in key.nets]
+            return LoopSlot(key, nets, job.steps, self.idle(taken), self.precision)
+        kept.remove(found)
+        return found
+
+    def keep_loop(self, slot: LoopSlot) -> None:
+        """For the next job of its kind; at most one for every lane."""
+        self.loops.setdefault(slot.key, []).append(slot)
+        self.loops.move_to_end(slot.key)
+
     def take_back(self, number: int) -> None:
         """Takes back what some work held, which is over."""
         for net in self._held.pop(number, ()):
@@ -104,13 +124,23 @@ class Slots:
         self.turn = NOBODY
         for number in list(self._held):
             self.take_back(number)
-        if sum(map(len, self.free.values())) > self.most:
+        if _count(self.free) > self.most or _count(self.loops) > len(self.lanes):
             torch.cuda.synchronize(self.lanes[0].stream.device)  # a graph must not go while it runs
-        while sum(map(len, self.free.values())) > self.most:
+        while _count(self.free) > self.most:
             self.free.popitem(last=False)
+        while _count(self.loops) > len(self.lanes):
+            for slot in self.loops.popitem(last=False)[1]:
+                slot.release()
 
     def forget(self) -> None:
         """Drops every captured step and network that no client holds."""
         self.free.clear()
+        for slot in (slot for kept in self.loops.values() for slot in kept):
+            slot.release()
+        self.loops.clear()
         self._networks.clear()
         self.lanes = [Lane(lane.stream) for lane in self.lanes]  # the old ones' memory goes with their last step
+
+
+def _count(kept: Mapping[Any, Sequence[object]]) -> int:
+    return sum(map(len, kept.values()))

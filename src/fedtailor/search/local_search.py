@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor, nn
 
+from ..config import Local
 from ..engine.client import Client
-from ..engine.jobs import Measured
+from ..engine.jobs import Made, Measured, Recipe, Value
+from ..engine.steps import objective
 from ..method import Job, Method
 from ..nets.darts import Mixture
 from ..options import NonNegative, Positive
 from ..spaces.base import Space
 from ..spaces.darts import Darts
-from .milenas import PASSES, alpha_optimiser, cosine, milenas_step
+from .milenas import PASSES, Cosine, alpha_optimiser, milenas_step
 from .mixture import require_room
 
 
@@ -49,19 +53,47 @@ class LocalSearch(Method):
 
     async def search(self, net: Mixture, client: Client, lr: float, epochs: float | None = None) -> Measured:
         """Lines 10-14: MiLeNAS over batches of train and val. The optimisers are new in every round."""
-        alpha, weights, end = net.searched().alpha, list(net.parameters()), min(lr, self.lr_end)
-        rate = torch.tensor(lr, device=alpha[0].device) if end else None
-        step = milenas_step(
-            lambda x, y: client.loss(net, x, y),
-            weights,
-            client.local.optimiser(weights, lr if rate is None else rate),
-            alpha,
-            alpha_optimiser(alpha, self.alpha_lr, self.alpha_decay),
-            lamda=self.lamda,
-            clip=client.local.clip,
-            before=None if rate is None else cosine(rate, end, client.steps(epochs)),
-        )
+        end = min(lr, self.lr_end)
+        schedule = (lr, end, client.steps(epochs)) if end else None
+        step = SearchStep(client.local, self.lamda, self.alpha_lr, self.alpha_decay, schedule)
         over = ("train", "val" if client.size("val") else "train")
-        loss = await client.loop(step, [net], epochs=epochs, over=over, passes=PASSES)
+        loss = await client.loop(step, [net], (lr, client.log_prior), epochs=epochs, over=over, passes=PASSES)
         net.searched(False)
         return loss
+
+
+@dataclass(frozen=True)
+class SearchStep(Recipe):
+    """MiLeNAS of one network, given eta_w and the client's log prior."""
+
+    local: Local
+    lamda: float
+    alpha_lr: float
+    alpha_decay: float
+    schedule: tuple[float, float, int] | None  # of eta_w in the round: its first value, its last, steps
+
+    def make(self, nets: Sequence[nn.Module], values: Sequence[Value]) -> Made:
+        (net,), (lr, prior) = nets, values
+        assert isinstance(net, Mixture)
+        assert lr is not None
+        alpha, weights = net.searched().alpha, list(net.parameters())
+        shift = prior if isinstance(prior, Tensor) else None
+        rate = torch.as_tensor(lr, device=alpha[0].device) if self.schedule else lr
+        moves = Cosine(torch.as_tensor(rate), *self.schedule) if self.schedule else None
+        both = self.local.optimiser(weights, rate), alpha_optimiser(alpha, self.alpha_lr, self.alpha_decay)
+        step = milenas_step(
+            lambda x, y: objective(net(x), y, self.local.label_smoothing, shift),
+            weights,
+            both[0],
+            alpha,
+            both[1],
+            lamda=self.lamda,
+            clip=self.local.clip,
+            before=moves,
+        )
+
+        def state() -> list[Tensor]:
+            found = [t for o in both for kept in o.state.values() for t in kept.values() if isinstance(t, Tensor)]
+            return found if moves is None else [*found, moves.done]
+
+        return Made(step, state)

@@ -89,12 +89,14 @@ def closed(tensors: Sequence[Tensor]) -> Iterator[None]:
             t.requires_grad_(before)
 
 
-def cosine(lr: Tensor, end: float, steps: int) -> Callable[[], None]:
-    """Moves `lr` in place from its present value towards `end`, one call per step: FedNAS's schedule of a round."""
-    start, done = float(lr), torch.zeros_like(lr)
+class Cosine:
+    """Moves `lr` in place from `start` towards `end`, one call per step: FedNAS's schedule of a round."""
 
-    def move() -> None:
-        lr.copy_(end + (start - end) * 0.5 * (1 + torch.cos(done * (math.pi / steps))))
-        done.add_(1)
+    def __init__(self, lr: Tensor, start: float, end: float, steps: int) -> None:
+        self.lr, self.start, self.end, self.steps = lr, start, end, steps
+        self.done = torch.zeros_like(lr)
 
-    return move
+    def __call__(self) -> None:
+        turn = torch.cos(self.done * (math.pi / self.steps))
+        self.lr.copy_(self.end + (self.start - self.end) * 0.5 * (1 + turn))
+        self.done.add_(1)

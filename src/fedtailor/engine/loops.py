@@ -1,0 +1,131 @@
+"""Captured steps of methods' own: those of one job, and those that a recipe makes for all jobs that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..spaces.base import Arch, Space
+from ..spaces.layers import seed_dropout
+from ..spaces.measure import let_learn, tensors_of
+from .jobs import Loop, Made, Recipe
+from .local import Cannot, lowered
+from .replay import CHUNK, Lane, Replay, drawn, on
+
+
+class LoopReplay(Replay):
+    """A method's own step: the first one is run, the rest replayed."""
+
+    def __init__(self, job: Loop, lane: Lane, precision: str) -> None:
+        super().__init__(lane, [s.shape for s in job.streams], precision, min(CHUNK, job.steps))
+        self.nets, own = job.nets, job.made()
+        for net in job.nets:
+            net.train()
+            seed_dropout(net, job.seed)
+        self.start([drawn(stream, job.steps) for stream in job.streams], job.steps)
+        self._begin(own)
+
+    def _begin(self, own: Callable[..., Tensor]) -> None:
+        """Runs the first step and captures the others."""
+
+        def step() -> Tensor:
+            pairs = self.batches()
+            return own(*(pairs[0] if len(pairs) == 1 else pairs))
+
+        with torch.cuda.stream(self.stream):  # optimiser states and workspaces are made outside the capture
+            with lowered(self.precision):
+                self.total += step()
+            self.counter += 1
+        self.done = 1
+        self.step, self.obstacle = step, "" if self.left else "one step"
+        if self.left:
+            try:
+                self.capture(step)
+            except Cannot as reason:
+                self.obstacle = str(reason)
+            except torch.OutOfMemoryError:  # the first step is done and cannot be done again
+                self.obstacle = "the GPU's memory is full"
+                del self.graph
+
+    def launch(self) -> None:
+        if self.obstacle:
+            with lowered(self.precision):
+                self.total += self.step()
+            self.counter += 1
+        else:
+            super().launch()
+
+    def finish(self) -> None:
+        for net in self.nets:
+            let_learn(net)
+
+    def release(self) -> None:
+        """Lets go of the graph and of what its step holds, which refers back to this object."""
+        del self.step
+        if not self.obstacle:
+            del self.graph
+
+
+class Recurring(NamedTuple):
+    """What two loops must share to use one captured step."""
+
+    recipe: Recipe
+    nets: tuple[tuple[Space, Arch], ...]
+    batches: tuple[tuple[int, ...], ...]  # shapes of their images
+    values: tuple[object, ...]  # what they look like
+
+    @classmethod
+    def of(cls, job: Loop) -> Recurring:
+        assert isinstance(job.step, Recipe)
+        nets = tuple((net.space, net.arch) for net in job.nets)
+        values = tuple(v.shape if isinstance(v, Tensor) else type(v) for v in job.values)
+        return cls(job.step, nets, tuple(stream.shape for stream in job.streams), values)  # type: ignore[arg-type]
+
+
+class LoopSlot(LoopReplay):
+    """The captured step of a recipe, with networks and values of its own, into which a job's are copied, and back."""
+
+    def __init__(self, key: Recurring, nets: Sequence[nn.Module], steps: int, lane: Lane, precision: str) -> None:
+        Replay.__init__(self, lane, key.batches, precision, min(CHUNK, steps))
+        self.key, self.nets = key, tuple(net.train() for net in nets)
+        self.values = [None if v is type(None) else _blank(v, lane.stream.device) for v in key.values]
+        self.tensors = [t for net in nets for t in tensors_of(net).values()]
+        self.made: Made | None = None
+        self.obstacle = ""
+
+    def begin(self, job: Loop) -> None:
+        self.job = job
+        self.start([drawn(stream, job.steps) for stream in job.streams], job.steps)
+        with on(self.stream), torch.no_grad():
+            for net in self.nets:
+                seed_dropout(net, job.seed)
+            torch._foreach_copy_(self.tensors, self._theirs())
+            for own, value in zip(self.values, job.values, strict=True):
+                if own is not None and value is not None:
+                    own.copy_(value) if isinstance(value, Tensor) else own.fill_(value)
+            if self.made is not None and (state := list(self.made.state())):
+                torch._foreach_zero_(state)
+        if self.made is None:
+            self._first(job)
+
+    def _first(self, job: Loop) -> None:
+        assert isinstance(job.step, Recipe)
+        with torch.cuda.stream(self.stream):
+            self.made = job.step.make(self.nets, self.values)
+        self._begin(self.made.step)
+        for tensor in self.tensors:
+            tensor.grad = None  # the lane's other steps may have its memory
+
+    def finish(self) -> None:
+        with on(self.stream), torch.no_grad():
+            torch._foreach_copy_(self._theirs(), self.tensors)
+
+    def _theirs(self) -> list[Tensor]:
+        return [t for net in self.job.nets for t in tensors_of(net).values()]
+
+
+def _blank(like: object, device: torch.device) -> Tensor:
+    return torch.zeros(like if isinstance(like, torch.Size) else (), device=device)
