@@ -71,6 +71,12 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(parameters), allow_unused=True, materialize_grads=True))
 
 
+def states(*optimisers: torch.optim.Optimizer) -> list[Tensor]:
+    """All tensors that optimisers keep from step to step."""
+    kept = [values for optimiser in optimisers for values in optimiser.state.values()]
+    return [t for values in kept for t in values.values() if isinstance(t, Tensor)]
+
+
 def reach(steps: int, momentum: float) -> float:
     """How many times the learning rate SGD moves in so many steps along a gradient that stays 1.
 

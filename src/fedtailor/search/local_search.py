@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..config import Local
 from ..engine.client import Client
 from ..engine.jobs import Made, Measured, Recipe, Value
-from ..engine.steps import objective
+from ..engine.steps import objective, states
 from ..method import Job, Method
 from ..nets.darts import Mixture
 from ..options import NonNegative, Positive
@@ -91,9 +91,4 @@ class SearchStep(Recipe):
             clip=self.local.clip,
             before=moves,
         )
-
-        def state() -> list[Tensor]:
-            found = [t for o in both for kept in o.state.values() for t in kept.values() if isinstance(t, Tensor)]
-            return found if moves is None else [*found, moves.done]
-
-        return Made(step, state)
+        return Made(step, lambda: states(*both) if moves is None else [*states(*both), moves.done])
