@@ -78,27 +78,33 @@ class Client:
 
     def load(self, net: nn.Module, weights: Weights) -> None:
         """Copies weights into a network; statistics that did not travel come from the client's memory."""
+        tensors, stale = tensors_of(net), False
+        sources = [weights.get(name) for name in tensors]
+        if not all(s is not None and s.shape == t.shape for s, t in zip(sources, tensors.values(), strict=True)):
+            found = self._completed(tensors, weights)
+            stale = len(found) < len(tensors)
+            tensors, sources = {name: tensors[name] for name in found}, list(found.values())
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(list(tensors.values()), sources)  # type: ignore[arg-type]
+        net.stale = stale or self.local.bn == "recalibrate"  # type: ignore[assignment]
+
+    def _completed(self, tensors: Weights, weights: Weights) -> Weights:
+        """The values for a network's tensors. Statistics that nobody knows are set to those of standard images."""
         kept = self.memory.get("statistics", {}) if self.local.bn == "local" else {}
-        stale = False
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for name, tensor in tensors_of(net).items():
+        found: Weights = {}
+        for name, tensor in tensors.items():
             source = weights.get(name)
             if source is None and name.endswith(STATISTICS):
                 source = kept.get(name)
                 if source is None or source.shape != tensor.shape:
-                    source, stale = None, True
                     tensor.fill_(0.0 if name.endswith("running_mean") else 1.0)
+                    continue
             elif source is None or source.shape != tensor.shape:
                 shape = None if source is None else tuple(source.shape)
                 raise UserError(f"'{name}' should have shape {tuple(tensor.shape)}, the weights have {shape}.")
-            if source is not None:
-                targets.append(tensor)
-                sources.append(source)
-        if targets:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, sources)
-        net.stale = stale or self.local.bn == "recalibrate"  # type: ignore[assignment]
+            found[name] = source
+        return found
 
     def take(self, net: nn.Module, only: Callable[[str], bool] | None = None) -> Weights:
         """A copy of the network's tensors, to send or to keep. Statistics leave only under the `average` policy."""
