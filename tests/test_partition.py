@@ -70,7 +70,8 @@ def test_guarantees(config: PartitionConfig, clients: int, seed: int):
     partition = make(dataset, config, clients, seed)
     check(partition, dataset, config)
     assert make(dataset, config, clients, seed).hash == partition.hash
-    assert make(dataset, config, clients, seed + 1).hash != partition.hash
+    others = (make(dataset, config, clients, seed + i) for i in range(1, 10))  # two of a small set may be dealt alike
+    assert any(other.hash != partition.hash for other in others)
     if config.pool == "train":
         assert (partition.owner[dataset.official_test] == -1).all()
     if config.samples:
