@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -52,3 +53,12 @@ def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: compiling.
 
 def applies(*tensors: Tensor | None) -> bool:
     return not compiling.is_plain()
+
+
+def require_what_torch_computes(compute: Callable[[], Sequence[Tensor]], rtol: float, atol: float) -> None:
+    """Whether what kernels of ours compute is what torch computes in their place."""
+    ours = compute()
+    with compiling.plain():
+        theirs = compute()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=rtol, atol=atol)

@@ -201,11 +201,11 @@ def test_steps_of_the_next_round_are_captured_ahead(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("lr_end", [0.0, 0.001])
 def test_steps_of_a_recipe_are_captured_once(lr_end: float, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedtailor.engine.loops import LoopReplay
+    from fedtailor.engine.loops import OwnStep
 
     captured: list[Any] = []
-    real = LoopReplay._begin
-    monkeypatch.setattr(LoopReplay, "_begin", lambda self, own: captured.append(self) or real(self, own))
+    real = OwnStep._begin
+    monkeypatch.setattr(OwnStep, "_begin", lambda self, own: captured.append(self) or real(self, own))
     changes = {"rounds": 2, "clients": 3, "participants": 2, "local__epochs": 0.4, "local__lr": 0.003}
     changes |= {"method__lr_end": lr_end, "local__prior": True, "method__stage": "search", "precision": "fp32"}
 

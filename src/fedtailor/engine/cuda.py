@@ -25,7 +25,7 @@ from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost
 from .jobs import Fit, Job, Loop, Recalibrate, Recipe, Score
 from .local import Cannot, LocalEngine, Memory
-from .loops import LoopReplay, LoopSlot
+from .loops import LoopReplay, LoopSlot, OwnStep
 from .outfit import fit_out
 from .replay import FitSlot, Forwards, Lane, Replay, Step, no_garbage, on
 from .shelf import Shelf
@@ -254,6 +254,7 @@ class CudaEngine(LocalEngine):
                 self._queue(replays, -(-AHEAD // len(replays)))
         while any(replay.left for replay in replays):
             self._queue(replays, 1)
+        once: list[OwnStep] = []
         for replay in replays:
             replay.finish()
             here.wait_stream(replay.stream)
@@ -261,7 +262,9 @@ class CudaEngine(LocalEngine):
                 self.slots.keep(replay)
             elif isinstance(replay, LoopSlot) and not replay.obstacle:
                 self.slots.keep_loop(replay)
-        if once := [r for r in replays if isinstance(r, LoopReplay) and (r.obstacle or not isinstance(r, LoopSlot))]:
+            elif isinstance(replay, OwnStep):
+                once.append(replay)
+        if once:
             torch.cuda.synchronize(self.device)
             for replay in once:
                 replay.release()
@@ -334,7 +337,7 @@ class CudaEngine(LocalEngine):
             if isinstance(job, Fit):
                 job = Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed)
             assert isinstance(job, Loop)
-            if isinstance(job.step, Recipe):
+            if isinstance(job.step, Recipe) and job.steps > 1:  # a single step is not worth a network of its own
                 replay = self.slots.loop(job, taken)
                 replay.begin(job)
             else:

@@ -16,17 +16,8 @@ from .local import Cannot, lowered
 from .replay import CHUNK, Lane, Replay, drawn, on
 
 
-class LoopReplay(Replay):
+class OwnStep(Replay):
     """A method's own step: the first one is run, the rest replayed."""
-
-    def __init__(self, job: Loop, lane: Lane, precision: str) -> None:
-        super().__init__(lane, [s.shape for s in job.streams], precision, min(CHUNK, job.steps))
-        self.nets, own = job.nets, job.made()
-        for net in job.nets:
-            net.train()
-            seed_dropout(net, job.seed)
-        self.start([drawn(stream, job.steps) for stream in job.streams], job.steps)
-        self._begin(own)
 
     def _begin(self, own: Callable[..., Tensor]) -> None:
         """Runs the first step and captures the others."""
@@ -58,15 +49,28 @@ class LoopReplay(Replay):
         else:
             super().launch()
 
-    def finish(self) -> None:
-        for net in self.nets:
-            let_learn(net)
-
     def release(self) -> None:
         """Lets go of the graph and of what its step holds, which refers back to this object."""
         del self.step
         if not self.obstacle:
             del self.graph
+
+
+class LoopReplay(OwnStep):
+    """The step of one job, on the job's networks."""
+
+    def __init__(self, job: Loop, lane: Lane, precision: str) -> None:
+        super().__init__(lane, [s.shape for s in job.streams], precision, min(CHUNK, job.steps))
+        self.nets, own = job.nets, job.made()
+        for net in job.nets:
+            net.train()
+            seed_dropout(net, job.seed)
+        self.start([drawn(stream, job.steps) for stream in job.streams], job.steps)
+        self._begin(own)
+
+    def finish(self) -> None:
+        for net in self.nets:
+            let_learn(net)
 
 
 class Recurring(NamedTuple):
@@ -85,11 +89,11 @@ class Recurring(NamedTuple):
         return cls(job.step, nets, tuple(stream.shape for stream in job.streams), values)  # type: ignore[arg-type]
 
 
-class LoopSlot(LoopReplay):
+class LoopSlot(OwnStep):
     """The captured step of a recipe, with networks and values of its own, into which a job's are copied, and back."""
 
     def __init__(self, key: Recurring, nets: Sequence[nn.Module], steps: int, lane: Lane, precision: str) -> None:
-        Replay.__init__(self, lane, key.batches, precision, min(CHUNK, steps))
+        super().__init__(lane, key.batches, precision, min(CHUNK, steps))
         self.key, self.nets = key, tuple(net.train() for net in nets)
         self.values = [None if v is type(None) else _blank(v, lane.stream.device) for v in key.values]
         self.tensors = [t for net in nets for t in tensors_of(net).values()]
