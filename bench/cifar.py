@@ -37,6 +37,7 @@ from fedtailor.data import partition as partitions
 from fedtailor.data.federation import Store
 from fedtailor.data.sources import load as load_data
 from fedtailor.engine.loop import Event, Federation, State
+from fedtailor.errors import UserError
 from fedtailor.evaluate import Kept, evaluate, keep_networks, offers_of
 from fedtailor.method import Server
 from fedtailor.runs.execute import LocalDriver, Report, Setup, Watcher, choose_device, drive, prepare
@@ -305,11 +306,17 @@ def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
         if clock.left() < 20:
             raise Late
         spec = dataclasses.replace(spec, endings=dict([first]), judged=False)
-        go(config, folder, spec, clock, args, Progress(name))
-        ended = json.loads((folder / "endings" / f"{first[0]}.json").read_text())
+        try:
+            go(config, folder, spec, clock, args, Progress(name))
+            ended = json.loads((folder / "endings" / f"{first[0]}.json").read_text())
+        except UserError as error:
+            if "loss is not a number" not in str(error):
+                raise
+            print(f"  {error}", flush=True)
+            ended = {"val": [0.0]}  # too large a rate is the worst of all
         facts = read_facts(folder)
         found = {"federation": args.federation, "row": row, "lr": lr, "rounds": config.rounds, "ending": first[0]}
-        found |= {"val": round(float(np.mean(ended["val"])), 5), "gpu_seconds": round(float(facts["seconds"]), 1)}
+        found |= {"val": round(float(np.mean(ended["val"])), 5), "gpu_seconds": round(facts.get("seconds", 0.0), 1)}
         found |= {"precision": config.precision, "seed": config.seed, "rounds_of_row": whole, "device": facts["device"]}
         (folder / "tune.json").write_text(json.dumps(found))
     print(f"{row}: lr {rate(args, row)}", flush=True)
