@@ -19,6 +19,7 @@ from torch.func import functional_call, vmap
 from ..data.batches import joint_batches, joint_order
 from ..kernels.columns import Window, patches
 from ..kernels.compiling import plain
+from ..kernels.norm import ACTS_OF_TORCH
 from ..spaces.layers import Counted, counter_start
 from ..spaces.measure import tensors_of
 from .jobs import Fit
@@ -39,6 +40,8 @@ class Stacked:
         for module in net.modules():
             if type(module) is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros":
                 module.forward = partial(convolve, module, places)  # type: ignore[assignment]
+            elif isinstance(module, nn.BatchNorm2d) and module.momentum is not None:
+                module.forward = partial(normalise, module)  # type: ignore[assignment]
         named = dict(net.named_parameters())
         self.train = tuple(named) if key.train is None else key.train
         device = next(net.parameters()).device
@@ -125,6 +128,20 @@ def convolve(layer: nn.Conv2d, places: int, x: Tensor) -> Tensor:
     if layer.bias is not None:
         found = found + layer.bias
     return found.view(len(x), rows, columns, -1).permute(0, 3, 1, 2)
+
+
+def normalise(layer: nn.BatchNorm2d, x: Tensor, act: str = "") -> Tensor:
+    """Batch normalisation and an activation in operations that can be vectorised; torch's own cannot be on a GPU."""
+    variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    if layer.running_mean is not None and layer.running_var is not None and layer.momentum is not None:
+        count, kept = x.numel() // x.shape[1], 1 - layer.momentum
+        layer.running_mean.mul_(kept).add_(mean.detach(), alpha=layer.momentum)
+        layer.running_var.mul_(kept).add_(variance.detach(), alpha=layer.momentum * count / (count - 1))
+    scale = (variance + layer.eps).rsqrt()
+    if layer.weight is not None:
+        scale = scale * layer.weight
+    y = (x - mean[:, None, None]) * scale[:, None, None]
+    return ACTS_OF_TORCH[act](y if layer.bias is None else y + layer.bias[:, None, None])
 
 
 def clip_each_(gradients: Sequence[Tensor], most: float) -> None:

@@ -1,14 +1,19 @@
 // Channel gates (squeeze and excite): y = x * hard_sigmoid(W2 relu(W1 mean(x) + b1) + b2), and its gradients.
 //
 // A block of threads takes one image from end to end: its planes (one channel each) are small enough to be read twice. In
-// loops over planes `lanes` threads share one and read V values each. V, T and MOST, the most channels, are set by the
-// compiler. W1 is [few, many], W2 [many, few].
+// loops over planes `lanes` threads share one and read V values each; of weights a thread reads U values at a time, and
+// many reads are under way at once: most of the time is spent waiting for them. V, U, T and MOST, the most channels, are
+// set by the compiler. W1 is [few, many], W2 [many, few].
 
-struct alignas(4 * V) Some {
-    float v[V];
+template <int SIZE>
+struct alignas(4 * SIZE) Values {
+    float v[SIZE];
 };
+using Some = Values<V>;
+using Weights = Values<U>;
 
 __device__ inline Some at(const float* from, long place) { return *reinterpret_cast<const Some*>(from + place); }
+__device__ inline Weights of(const float* from) { return *reinterpret_cast<const Weights*>(from); }
 
 __device__ inline float gate(float z) { return z < -3.f ? 0.f : z > 3.f ? 1.f : z / 6.f + 0.5f; }
 
@@ -24,19 +29,68 @@ __device__ inline float summed(float v, int lanes) {
         const bool there = c < many;                                      \
         const long begin = (long(blockIdx.x) * many + c) * size, end = there ? begin + size : begin;
 
-// The product of a row of weights with a vector, by `share` threads; the sum is all of theirs.
-__device__ inline float product(const float* row, const float* vector, int count, int share) {
-    float sum = 0.f;
-    for (int i = threadIdx.x % share; i < count; i += share) sum += row[i] * vector[i];
-    return summed(sum, share);
+// take(r, sum over i of w[r, i] * vector[i]) for all rows. `share` threads take a row, and R rows at a time.
+template <typename Take>
+__device__ inline void each_row(const float* w, const float* vector, int rows, int count, int share, Take take) {
+    constexpr int R = 4;
+    const int abreast = T / share, lane = threadIdx.x % share;
+    for (int first = 0; first < rows; first += R * abreast) {  // all threads stay in the loop, so that they can add up
+        const int row = first + threadIdx.x / share;
+        float sum[R] = {};
+        for (int i = lane * U; i < count; i += share * U) {
+            const Weights values = of(vector + i);
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+                const int there = row + r * abreast < rows ? row + r * abreast : 0;
+                const Weights weights = of(w + long(there) * count + i);
+#pragma unroll
+                for (int j = 0; j < U; ++j) sum[r] += weights.v[j] * values.v[j];
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+            const float total = summed(sum[r], share);
+            if (row + r * abreast < rows && lane == 0) take(row + r * abreast, total);
+        }
+    }
+}
+
+// take(i, sum over r of vector[r] * w[r, i]) for all columns. Groups of threads, as long as a row, have some rows each.
+template <typename Take>
+__device__ inline void each_column(const float* w, const float* vector, float* part, int rows, int count, Take take) {
+    const int across = count / U, width = across < T ? across : T, groups = T / width, group = threadIdx.x / width;
+    for (int first = 0; first < across; first += width) {
+        const int column = first + threadIdx.x % width;
+        Weights sum = {};
+        if (group < groups && column < across) {
+#pragma unroll 8
+            for (int r = group; r < rows; r += groups) {
+                const Weights weights = of(w + long(r) * count + column * U);
+#pragma unroll
+                for (int j = 0; j < U; ++j) sum.v[j] += vector[r] * weights.v[j];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < U; ++j) part[j * T + threadIdx.x] = sum.v[j];
+        __syncthreads();
+        if (group == 0 && column < across)
+#pragma unroll
+            for (int j = 0; j < U; ++j) {
+                float total = sum.v[j];
+                for (int other = threadIdx.x + width; other < groups * width; other += width)
+                    total += part[j * T + other];
+                take(column * U + j, total);
+            }
+        __syncthreads();
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(T)
     gates(const float* __restrict__ x, const float* __restrict__ w1, const float* __restrict__ b1,
           const float* __restrict__ w2, const float* __restrict__ b2, float* __restrict__ y, float* __restrict__ means,
           float* __restrict__ hiddens, float* __restrict__ zs, int many, int few, int size, int lanes, int share) {
-    __shared__ float mean[MOST];
-    __shared__ float hidden[MOST];
+    __shared__ alignas(16) float mean[MOST];
+    __shared__ alignas(16) float hidden[MOST];
     PLANES
         float sum = 0.f;
         for (long i = begin + lane * V; i < end; i += lanes * V) {
@@ -48,24 +102,16 @@ extern "C" __global__ void __launch_bounds__(T)
         if (there && lane == 0) means[blockIdx.x * many + c] = mean[c] = sum / size;
     }
     __syncthreads();
-    for (int first = 0; first < few; first += T / 32) {
-        const int f = first + threadIdx.x / 32;
-        const float sum = product(w1 + long(f < few ? f : 0) * many, mean, many, 32);
-        if (f < few && threadIdx.x % 32 == 0) {
-            const float z = sum + b1[f];
-            hiddens[blockIdx.x * few + f] = hidden[f] = z > 0.f ? z : 0.f;
-        }
-    }
+    each_row(w1, mean, few, many, 32, [&](int f, float sum) {
+        const float z = sum + b1[f];
+        hiddens[blockIdx.x * few + f] = hidden[f] = z > 0.f ? z : 0.f;
+    });
     __syncthreads();
-    for (int first = 0; first < many; first += T / share) {
-        const int c = first + threadIdx.x / share;
-        const float sum = product(w2 + long(c < many ? c : 0) * few, hidden, few, share);
-        if (c < many && threadIdx.x % share == 0) {
-            const float z = sum + b2[c];
-            zs[blockIdx.x * many + c] = z;
-            mean[c] = gate(z);
-        }
-    }
+    each_row(w2, hidden, many, few, share, [&](int c, float sum) {
+        const float z = sum + b2[c];
+        zs[blockIdx.x * many + c] = z;
+        mean[c] = gate(z);
+    });
     __syncthreads();
     PLANES
         for (long i = begin + lane * V; i < end; i += lanes * V) {
@@ -85,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(T)
            int lanes) {
     __shared__ float dz[MOST];
     __shared__ float dhidden[MOST];
-    __shared__ float part[T];
+    __shared__ float part[U * T];
     PLANES
         float sum = 0.f;
         for (long i = begin + lane * V; i < end; i += lanes * V) {
@@ -100,26 +146,13 @@ extern "C" __global__ void __launch_bounds__(T)
         }
     }
     __syncthreads();
-    for (int first = 0; first < few; first += 32) {  // a warp adds up some channels of 32 columns of W2
-        const int f = first + threadIdx.x % 32;
-        float sum = 0.f;
-        if (f < few)
-            for (int c = threadIdx.x / 32; c < many; c += T / 32) sum += dz[c] * w2[long(c) * few + f];
-        part[threadIdx.x] = sum;
-        __syncthreads();
-        if (threadIdx.x < 32 && f < few) {
-            for (int i = threadIdx.x + 32; i < T; i += 32) sum += part[i];
-            const float slope = hiddens[blockIdx.x * few + f] > 0.f ? sum : 0.f;
-            dhiddens[blockIdx.x * few + f] = dhidden[f] = slope;
-        }
-        __syncthreads();
-    }
-    for (int c = threadIdx.x; c < many; c += T) {
-        float sum = 0.f;
-        for (int f = 0; f < few; ++f) sum += dhidden[f] * w1[long(f) * many + c];
+    each_column(w2, dz, part, many, few, [&](int f, float sum) {
+        const float slope = hiddens[blockIdx.x * few + f] > 0.f ? sum : 0.f;
+        dhiddens[blockIdx.x * few + f] = dhidden[f] = slope;
+    });
+    each_column(w1, dhidden, part, few, many, [&](int c, float sum) {
         dz[c] = sum / size;  // the gradient of every value that the mean is of
-    }
-    __syncthreads();
+    });
     PLANES
         const float g = there ? gate(zs[blockIdx.x * many + c]) : 0.f;
         for (long i = begin + lane * V; i < end; i += lanes * V) {

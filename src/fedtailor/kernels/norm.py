@@ -14,7 +14,7 @@ from .compiling import Kernels, applies, compiled, gradients, launch
 THREADS = 512
 LARGEST = 1 << 17  # values of a channel that one block should read
 ACTS = {"": 0, "relu": 1, "relu6": 2, "hswish": 3}
-_ACTS_OF_TORCH = {"": lambda x: x, "relu": F.relu, "relu6": F.relu6, "hswish": F.hardswish}
+ACTS_OF_TORCH = {"": lambda x: x, "relu": F.relu, "relu6": F.relu6, "hswish": F.hardswish}
 
 
 class Rule(NamedTuple):
@@ -94,7 +94,7 @@ def _by_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule)
         *others, (mean, variance) = zip(mean.split(x.shape[1]), variance.split(x.shape[1]), strict=True)
         for statistics in others:
             F.batch_norm(x.detach(), *statistics, None, None, True, rule.momentum, rule.eps)
-    return _ACTS_OF_TORCH[rule.act](F.batch_norm(x, mean, variance, weight, bias, True, rule.momentum, rule.eps))
+    return ACTS_OF_TORCH[rule.act](F.batch_norm(x, mean, variance, weight, bias, True, rule.momentum, rule.eps))
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -104,4 +104,4 @@ class BatchNorm(nn.BatchNorm2d):
         if input.is_cuda and self.training and self.momentum is not None and self.num_batches_tracked is None:
             rule = Rule((self.running_mean, self.running_var), self.momentum, self.eps, act)
             return batch_norm(input, self.weight, self.bias, rule)
-        return _ACTS_OF_TORCH[act](super().forward(input))
+        return ACTS_OF_TORCH[act](super().forward(input))
