@@ -28,7 +28,8 @@ def compiled(name: str, names: tuple[str, ...], device: torch.device, **values: 
     """The kernels of NAME.cu as functions of a library."""
     assert device.type == "cpu"
     source = (KERNELS / f"{name}.cu").read_text(encoding="utf-8")
-    source = re.sub(r"__shared__ (?:alignas\(16\) )?float (\w+)\[([^\]]*)\];", r"static float* \1 = poisoned(\2);", source)
+    shared = r"__shared__ (?:alignas\(16\) )?float (\w+)\[([^\]]*)\];"
+    source = re.sub(shared, r"static float* \1 = poisoned(\2);", source)
     parts = [f"#define {key} {value}" for key, value in values.items()]
     parts = ['#include "cuda_on_cpu.h"', *parts, source]
     for kernel in names:
