@@ -33,16 +33,17 @@ SMALL = {"clients": 3, "participants": 2, "rounds": 4, "local": {"batch": 8}, "p
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """bench/cifar.py with one federation of digits."""
-    rows, cifar = script("cifar_rows"), script("cifar")
+    rows, kept, cifar = script("cifar_rows"), script("cifar_kept"), script("cifar")
     preset = tmp_path / "small.toml"
     preset.write_text(load(SMALL).to_toml())
     config = load(preset)
     made = partitions.make(load_data("digits"), config.make_partition(), config.clients, config.seed)
     endings = {"as it is": rows.Ending(), "fine-tuned@0.01": rows.tuned(1.0, 0.01)}
-    row = rows.Row({"method.name": "ditto"}, endings, (0.02, 0.1))
-    monkeypatch.setattr(cifar, "FEDERATIONS", {"small": rows.Federation(str(preset), made.hash, {"ditto": row})})
-    monkeypatch.setattr(cifar, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(rows, "FEDERATIONS", cifar.FEDERATIONS)
+    row = rows.Row({"method.name": "ditto"}, endings, (0.02, 0.1, 1e30))
+    federations = {"small": rows.Federation(str(preset), made.hash, {"ditto": row})}
+    for module in (rows, kept, cifar):
+        monkeypatch.setattr(module, "FEDERATIONS", federations)
+    monkeypatch.setattr(kept, "RESULTS", tmp_path / "results")
     return cifar
 
 
@@ -79,7 +80,8 @@ def test_tuning_reads_val_alone_and_decides_the_rate(
 ) -> None:
     plain = ("small", "--rows", "ditto", "--device", "cpu", "--workers", "1", "--work", tmp_path / "w")
     tried = call(small, monkeypatch, *plain, "--tune", "--out", tmp_path / "o")
-    assert [t["lr"] for t in tried] == [0.02, 0.1]
+    assert [t["lr"] for t in tried] == [0.02, 0.1, 1e30]
+    assert tried[2]["val"] == 0  # it ended in what is no number, which is no reason to end the others
     assert not any("test" in json.loads(f.read_text()) for f in tmp_path.glob("w/tune-*/endings/*.json"))
     best = max(tried, key=lambda t: (t["val"], -t["lr"]))["lr"]
     call(small, monkeypatch, "--collect", tmp_path / "o")
