@@ -21,7 +21,7 @@ from fedtailor.errors import UserError
 from fedtailor.report.html import write_report
 from fedtailor.runs.execute import start
 from fedtailor.runs.results import Results
-from fedtailor.ui import networks, views
+from fedtailor.ui import networks, searches, views
 from fedtailor.ui.server import application, host_of
 from fedtailor.ui.shelf import Shelf
 from synthetic_run import config, realistic
@@ -89,7 +89,7 @@ def test_costs_are_binned_where_rounds_are_many(tmp_path: Path, monkeypatch: pyt
 
 def test_the_atlas_puts_like_archs_together() -> None:
     options = [[16, 32, 64], ["conv", "pool"], [1, 2]]
-    points, explained, order = views.atlas(
+    points, explained, order = searches.atlas(
         [[[0], [0], [0]], [[0], [0], [0]], [[2], [1], [1]], [[1], [1], [1]]], options
     )
     assert points[0] == points[1]
@@ -99,15 +99,15 @@ def test_the_atlas_puts_like_archs_together() -> None:
     assert far(0, 2) == pytest.approx(np.sqrt(3), abs=1e-3)
     assert sum(explained) == pytest.approx(1, abs=1e-3)
     assert order in ([0, 1, 3, 2], [2, 3, 0, 1])
-    assert views.atlas([[[0], [0], [0]]], options)[0] == [[0, 0]]
+    assert searches.atlas([[[0], [0], [0]]], options)[0] == [[0, 0]]
 
 
 def test_archs_in_words() -> None:
-    assert views.choices("1-0-2", [2, 1, 3]) == [[1], [0], [2]]
-    assert views.choices("0+1-x-2", [2, 1, 3]) == [[0, 1], [], [2]]
-    assert views.choices("0+2-x-2", [2, 1, 3]) is None
-    assert views.choices("?", [2]) is None
-    table, good = views.archs_of(["1-0-2", "1-0", "x-0-1", "1-0-3", "1--2", "0-0-0"], [2, 1, 3])
+    assert searches.choices("1-0-2", [2, 1, 3]) == [[1], [0], [2]]
+    assert searches.choices("0+1-x-2", [2, 1, 3]) == [[0, 1], [], [2]]
+    assert searches.choices("0+2-x-2", [2, 1, 3]) is None
+    assert searches.choices("?", [2]) is None
+    table, good = searches.archs_of(["1-0-2", "1-0", "x-0-1", "1-0-3", "1--2", "0-0-0"], [2, 1, 3])
     assert table[good].tolist() == [[1, 0, 2], [0, 0, 0]]
     assert good.tolist() == [True, False, False, False, False, True]
 

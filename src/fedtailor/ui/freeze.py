@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..runs.results import Results
-from . import networks, views
+from . import networks, searches, views
 
 STATIC = Path(__file__).parent / "static"
 EACH = 100  # clients up to which a report tells every single one's rounds
@@ -27,7 +27,7 @@ def freeze(run: Results) -> dict[str, Any]:
     found: dict[str, Any] = {
         "overview": views.overview(run, run.name, str(run.facts.get("status", "unknown"))),
         "clients": people,
-        "archs": views.archs(run),
+        "archs": searches.archs(run),
         "gain": views.gain(run),
         "about": {"card": {k: str(v) for k, v in (run.facts.get("method_card") or {}).items()}},
         "devices": _tried(lambda: networks.devices(run)),
@@ -35,7 +35,7 @@ def freeze(run: Results) -> dict[str, Any]:
     n = len(people["name"])
     if n <= EACH:
         found |= {f"client&client={c}": views.client(run, c) for c in range(n)}
-    found |= _within(POLICIES, {f"policy&round={r}": lambda r=r: views.policy_frame(run, r) for r in _spread(run)})
+    found |= _within(POLICIES, {f"policy&round={r}": lambda r=r: searches.policy_frame(run, r) for r in _spread(run)})
     if n <= EACH and found["devices"] is not None:
         found |= _within(DRAWINGS, {f"drawing&client={c}": lambda c=c: networks.drawing(run, c) for c in range(n)})
         found |= _within(PICTURES, {f"look&client={c}": lambda c=c: networks.look(run, c) for c in _cheap(run, people)})
@@ -64,7 +64,7 @@ def _within(room: int, made: dict[str, Callable[[], Any]]) -> dict[str, Any]:
 
 def _spread(run: Results) -> list[int]:
     """Rounds with policies: the last first, then halves between, so that any number of them is spread out."""
-    rounds = views.policy_rounds(run)[1]
+    rounds = searches.policy_rounds(run)[1]
     order, step = ([len(rounds) - 1, 0] if len(rounds) > 1 else [0][: len(rounds)]), len(rounds)
     while step > 1:
         step = (step + 1) // 2

@@ -19,7 +19,8 @@ import numpy as np
 from ..errors import UserError
 from ..runs.results import Results
 from .numbers import number, numbers
-from .views import Choices, choices, clients, count
+from .searches import Choices, choices
+from .views import clients, count
 
 SHOWN = 8  # right and wrong pictures of a client
 NEIGHBOURS = 12  # clients that one is compared with, weight by weight

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import UserError
 from ..runs.results import Results
-from . import networks, views
+from . import networks, searches, views
 from .shelf import Shelf
 
 STATIC = Path(__file__).parent / "static"
@@ -206,8 +206,8 @@ async def _view(shelf: Shelf, request: Request) -> Response:
     known: dict[str, Callable[[Results], Any]] = {
         "clients": views.clients,
         "client": lambda run: views.client(run, whole("client")),
-        "archs": views.archs,
-        "policy": lambda run: views.policy_frame(run, whole("round")),
+        "archs": searches.archs,
+        "policy": lambda run: searches.policy_frame(run, whole("round")),
         "gain": views.gain,
         "about": views.about,
         "devices": networks.devices,
