@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from fedtailor.config import Local
 from fedtailor.engine import local as engine
 from fedtailor.engine.client import Client
 from fedtailor.engine.steps import Estimate
+from fedtailor.errors import UserError
 from fedtailor.method import Task
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.nets.base import features
@@ -147,3 +149,25 @@ def test_statistics_taken_step_by_step_are_the_mean_over_batches() -> None:
     for ours, plain in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
         if ours.is_floating_point():
             torch.testing.assert_close(ours, plain)
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """Leaves torch's switches as they were."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("tf32")
+def test_a_device_computes_in_the_precision_it_has() -> None:
+    runs = engine.LocalEngine(torch.device("cpu"), 1, "auto")
+    assert runs.precision == "fp32"
+    with pytest.raises(UserError, match="precision = 'bf16' needs a CUDA device"):
+        runs.compute_in("bf16")
+    assert runs.precision == "fp32"
+    runs.device = torch.device("cuda")
+    runs.compute_in("auto")
+    assert (runs.precision, torch.backends.cudnn.allow_tf32) == ("tf32", True)
+    runs.compute_in("fp32")
+    assert (runs.precision, torch.backends.cudnn.allow_tf32) == ("fp32", False)

@@ -333,8 +333,10 @@ def test_training_memory_is_foreseen_within_15_percent(name: str) -> None:
 
 @only_on_a_gpu
 def test_memories_that_find_no_room_on_the_card_wait_in_host_memory() -> None:
+    small = {"rounds": 3, "local__epochs": 0.3, "local__lr": 0.01, "precision": "fp32"}
+
     def three_rounds(room: int) -> State:
-        setup = prepare(config_of("ditto", "", rounds=3, clients=6, participants=3, local__epochs=0.3, local__lr=0.01))
+        setup = prepare(config_of("ditto", "", clients=6, participants=3, **small))
         federation, _ = setup.federation(device, 1)
         federation.engine.shelf.room = room  # type: ignore[attr-defined]
         state = federation.begin()

@@ -112,7 +112,7 @@ class Config:
     rounds: AtLeastOne = 10
     evaluate_every: Count = 0  # rounds between evaluations on val; 0 = about ten times in the run
     checkpoint_every: Count = 0  # rounds between checkpoints; 0 = about ten times in the run
-    precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of training on a GPU; fp32 is the reference
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # of training; fp32 is the reference
     archs: str = ""  # given to the clients: "widest", "random" or a run's folder; "": the [net], or what a search finds
     method: dict[str, Any] = field(default_factory=lambda: {"name": "fedavg"})
     space: dict[str, Any] = field(default_factory=dict)

@@ -61,7 +61,7 @@ class CudaEngine(LocalEngine):
         self.at_once, self.crowd = at_once, CROWD
         self._memory = torch.cuda.get_device_properties(device).total_memory
         lanes = [Lane(torch.cuda.Stream(device)) for _ in range(at_once)]
-        self.slots = Slots(self._make, lanes, slots, precision)
+        self.slots = Slots(self._make, lanes, slots, self.precision)
         self._stacks: OrderedDict[Step, StackSlot | None] = OrderedDict()  # None: not worth it
         self._forwards: WeakKeyDictionary[nn.Module, Forwards] = WeakKeyDictionary()
         self._foresee: Callable[[], Sequence[Arch]] | None = None

@@ -48,9 +48,8 @@ class LocalEngine:
     """Runs client work on one device."""
 
     def __init__(self, device: torch.device, workers: int = 0, precision: str = "fp32") -> None:
-        self.device, self.precision = device, precision
-        if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+        self.device = device
+        self.compute_in(precision)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers = 1 if device.type != "cpu" else workers or cores
         self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
@@ -59,6 +58,15 @@ class LocalEngine:
         self._thread = threading.local()  # `given`: the networks lent to the work that the thread is driving
         self._spare: OrderedDict[tuple[Space, Arch], list[nn.Module]] = OrderedDict()
         self._initial = lru_cache(maxsize=8)(self._make_initial)
+
+    def compute_in(self, precision: str) -> None:
+        """Sets the precision of training. 'auto' is tf32 on a GPU, where runs end as they do in fp32, only sooner."""
+        on_gpu = self.device.type == "cuda"
+        if precision not in ("auto", "fp32") and not on_gpu:
+            raise UserError(f"precision = '{precision}' needs a CUDA device; on a CPU runs compute in fp32.")
+        self.precision = ("tf32" if on_gpu else "fp32") if precision == "auto" else precision
+        if on_gpu:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision != "fp32"
 
     def plan(self, largest: Cost, batch: int, clients: int) -> None:
         """Gets ready for rounds of so many clients with networks of at most this cost."""

@@ -46,7 +46,7 @@ class RemoteFederation(Rounds):
         self._lost: set[int] = set()  # clients whose memory is gone
         self._stale: list[Reply] = []  # late replies that the next merge uses
         self._joining = False
-        self.precision = "fp32"  # of the clients, which compute on CPUs
+        self.precision = "auto"  # of the clients, each on its device
 
     def close(self) -> None: ...
 

@@ -241,9 +241,7 @@ class Site:
                 if (".py" in name or ":" in name) and name not in self.trust:
                     raise UserError(f"the run names the code '{name}', which --trust does not list.")
             config = load_config(table)
-            if config.precision != "fp32" and self.engine.device.type != "cuda":
-                raise UserError(f"the run wants precision = '{config.precision}', which needs a CUDA device.")
-            self.engine.precision = config.precision
+            self.engine.compute_in(config.precision)
             return config
         except (tomllib.TOMLDecodeError, UserError) as error:
             raise Problem("request", error) from error

@@ -201,8 +201,6 @@ def make_engine(
     """The engine for a device; `eager` is the plain one, client after client."""
     if name not in ("auto", "eager"):
         raise UserError(f"--engine {name}: use auto or eager.")
-    if precision != "fp32" and device.type != "cuda":
-        raise UserError(f"precision = '{precision}' needs a CUDA device; on a CPU runs compute in fp32.")
     if device.type == "cuda" and name == "auto":
         from ..engine.cuda import CudaEngine
 

@@ -94,6 +94,7 @@ def serve(
     keep = 2 * cadence(config)[1] + 1  # versions of memories back to the older of two checkpoints
     rules = config.make_fleet()
     federation = RemoteFederation(job, method, fleet, rules, crowd, classes, waiting, keep, lambda s: made(s)[0])
+    federation.precision = config.precision
     return drive(federation, config, job, out, device, watch)
 
 
