@@ -132,7 +132,8 @@ def convolve(layer: nn.Conv2d, places: int, x: Tensor) -> Tensor:
 
 def normalise(layer: nn.BatchNorm2d, x: Tensor, act: str = "") -> Tensor:
     """Batch normalisation and an activation in operations that can be vectorised; torch's own cannot be on a GPU."""
-    variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    wide = x.float()
+    variance, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
     if layer.running_mean is not None and layer.running_var is not None and layer.momentum is not None:
         count, kept = x.numel() // x.shape[1], 1 - layer.momentum
         layer.running_mean.mul_(kept).add_(mean.detach(), alpha=layer.momentum)
@@ -140,8 +141,10 @@ def normalise(layer: nn.BatchNorm2d, x: Tensor, act: str = "") -> Tensor:
     scale = (variance + layer.eps).rsqrt()
     if layer.weight is not None:
         scale = scale * layer.weight
-    y = (x - mean[:, None, None]) * scale[:, None, None]
-    return ACTS_OF_TORCH[act](y if layer.bias is None else y + layer.bias[:, None, None])
+    y = (wide - mean[:, None, None]) * scale[:, None, None]
+    if layer.bias is not None:
+        y = y + layer.bias[:, None, None]
+    return ACTS_OF_TORCH[act](y.to(x.dtype))
 
 
 def clip_each_(gradients: Sequence[Tensor], most: float) -> None:
