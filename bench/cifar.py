@@ -243,7 +243,7 @@ def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
             ended = {"val": [0.0]}  # too large a rate is the worst of all
         facts = read_facts(folder)
         found = {"federation": args.federation, "row": row, "lr": lr, "rounds": config.rounds, "ending": first[0]}
-        found |= {"val": round(float(np.mean(ended["val"])), 5), "gpu_seconds": round(facts.get("seconds", 0.0), 1)}
+        found |= {"val": round(float(np.mean(ended["val"])), 5), "gpu_seconds": round(float(facts["seconds"]), 1)}
         found |= {"precision": config.precision, "seed": config.seed, "rounds_of_row": whole, "device": facts["device"]}
         (folder / "tune.json").write_text(json.dumps(found))
     print(f"{row}: lr {rate(args, row)}", flush=True)
