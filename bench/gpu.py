@@ -29,11 +29,11 @@ from fedtailor.engine.cuda import CudaEngine
 from fedtailor.engine.loop import Federation, State
 from fedtailor.engine.replay import FitSlot, Lane, Step
 from fedtailor.evaluate import evaluate
-from fedtailor.runs.execute import prepare
+from fedtailor.runs.execute import Setup, prepare
 
 DEVICES = {
     "data.name": "cifar10",
-    "clients": 20,
+    "clients": 100,
     "participants": 5,
     "rounds": 1000,
     "partition.name": "iid",
@@ -45,8 +45,9 @@ DEVICES = {
     "local.augment": "crop-flip",
     "local.lr": 0.02,
 }
-SILOS = DEVICES | {"clients": 8, "participants": 8, "partition.samples": 1500, "local.epochs": 1.0}
-SEARCH = SILOS | {"partition.val": 0.2, "partition.test": 0.2, "space.name": "darts", "space.channels": 16}
+SILOS = DEVICES | {"clients": 8, "participants": 8, "partition.samples": 6000, "local.epochs": 1.0}
+SEARCH = SILOS | {"partition.samples": 1500, "partition.val": 0.2, "partition.test": 0.2}
+SEARCH |= {"space.name": "darts", "space.channels": 16}
 V3 = DEVICES | {"method.name": "perfedrlnas", "space.name": "mobilenetv3"}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "perfedrlnas-5": V3,
@@ -94,13 +95,12 @@ def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
         setattr(owner, name, staticmethod(real))
 
 
-def measure(table: dict[str, Any], engine: str, rounds: int, warm: int) -> Measured:
-    """Rounds after the warm ones; for the evaluation workload, evaluations of every client's personal network."""
-    setup = prepare(load({}, table))
+def measure(setup: Setup, scoring: bool, engine: str, rounds: int, warm: int) -> Measured:
+    """Rounds after the warm ones or, where `scoring`, evaluations of every client's personal network."""
     federation, _ = setup.federation(torch.device("cuda"), 1, engine, lambda _: None)
     state, found, spent = federation.begin(), Measured(space=setup.job.space), []
     count_blocks(setup.job.space)
-    act = evaluation if table.get("method.deploy") == "as-is" else one_round
+    act = evaluation if scoring else one_round
     with ExitStack() as stack:
         stack.enter_context(timed(CudaEngine, "_queue", spent))
         stack.enter_context(timed(CudaEngine, "_read", spent))
@@ -203,12 +203,13 @@ def main() -> None:
     rows = []
     for name in args.only:
         table = WORKLOADS[name] | {"data.dir": args.data_dir, "precision": args.precision}
+        setup, scoring = prepare(load({}, table)), name == "evaluate"
         torch.cuda.reset_peak_memory_stats()
         warm = 1 if name == "fednas" else 2  # its own steps are captured anew in every round
-        ours = measure(table, "auto", args.rounds, warm)
+        ours = measure(setup, scoring, "auto", args.rounds, warm)
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.empty_cache()
-        eager = measure(table, "eager", args.eager_rounds, 1 if name == "evaluate" else 0)
+        eager = measure(setup, scoring, "eager", args.eager_rounds, int(scoring))
         seconds, plain = statistics.median(ours.seconds[warm:]), statistics.median(eager.seconds[-args.eager_rounds :])
         row = {
             "workload": name,
@@ -223,8 +224,7 @@ def main() -> None:
             "apart_after_round_1": difference(eager.first, ours.first),
         }
         if name not in ("spider", "fednas", "evaluate"):
-            local = load({}, table).local
-            row["floor_s"] = floor(ours, 1024, args.precision, local)
+            row["floor_s"] = floor(ours, 1024, args.precision, setup.config.local)
         rows.append(row)
         print(json.dumps(row), flush=True)
         torch.cuda.empty_cache()

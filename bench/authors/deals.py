@@ -9,6 +9,7 @@ from fedtailor.data.partition import TEST, TRAIN, UNUSED, VAL, Partition
 from fedtailor.seeds import rng_of
 
 USERS, A = 50, 68
+NODES, VAL_IMAGES = 50, 10_000
 
 
 def per_fedavg(data: Dataset, seed: int) -> Partition:
@@ -31,3 +32,32 @@ def per_fedavg(data: Dataset, seed: int) -> Partition:
             split[images[val + test :]] = TRAIN
     names = tuple(f"user-{i:02d}" for i in range(USERS))
     return Partition(owner, split, USERS, 0, data.hash, {"rule": "per-fedavg", "data": data.name, "seed": seed}, names)
+
+
+def pfedhn(data: Dataset, seed: int) -> Partition:
+    """Shamsian et al., section 5: two classes a client; its share of a class is drawn from U(0.4, 0.6) and divided by
+    the sum over the clients that have the class. Ten thousand of the official training images are for val; train, val
+    and the official test images are dealt by the same shares. Every class goes to as many clients as any other.
+    """
+    rng = rng_of(seed, "pfedhn deal")
+    wanted = np.full(10, 2 * NODES // 10)
+    held: list[list[int]] = []
+    for _ in range(NODES):
+        held.append([])
+        for _ in range(2):
+            label = int(rng.choice(np.flatnonzero(wanted == wanted.max())))
+            wanted[label] -= 1
+            held[-1].append(label)
+    parts = rng.permutation(np.flatnonzero(~data.official_test))
+    splits = {VAL: parts[:VAL_IMAGES], TRAIN: parts[VAL_IMAGES:], TEST: np.flatnonzero(data.official_test)}
+    owner, split = np.full(len(data.labels), -1, np.int32), np.full(len(data.labels), UNUSED, np.uint8)
+    for label in range(10):
+        holders = [i for i, labels in enumerate(held) for each in labels if each == label]
+        shares = rng.uniform(0.4, 0.6, len(holders))
+        ends = np.cumsum(shares / shares.sum())[:-1]
+        for kind, images in splits.items():
+            mine = rng.permutation(images[data.labels[images] == label])
+            for client, dealt in zip(holders, np.split(mine, np.floor(ends * len(mine)).astype(int)), strict=True):
+                owner[dealt], split[dealt] = client, kind
+    names = tuple(f"node-{i:02d}" for i in range(NODES))
+    return Partition(owner, split, NODES, 0, data.hash, {"rule": "pfedhn", "data": data.name, "seed": seed}, names)

@@ -14,24 +14,34 @@ class _Net(nn.Module):
         return self.head(self.body(x))
 
 
-def fedrep(input: tuple[int, int, int], classes: int) -> nn.Module:
-    """FedRep's network for CIFAR-10: two convolutions of 64 channels, layers of 120 and 64 units, no normalisation."""
-    channels, height, width = input
+def _lenet(input: tuple[int, int, int], channels: tuple[int, int], units: tuple[int, int], classes: int) -> nn.Module:
+    """Two convolutions of 5 x 5 with pooling, two layers, no normalisation."""
+    _, height, width = input
     size = ((height - 4) // 2 - 4) // 2 * (((width - 4) // 2 - 4) // 2)
     body = nn.Sequential(
-        nn.Conv2d(channels, 64, 5),
+        nn.Conv2d(input[0], channels[0], 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(64, 64, 5),
+        nn.Conv2d(channels[0], channels[1], 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(64 * size, 120),
+        nn.Linear(channels[1] * size, units[0]),
         nn.ReLU(),
-        nn.Linear(120, 64),
+        nn.Linear(units[0], units[1]),
         nn.ReLU(),
     )
-    return _Net(body, 64, classes)
+    return _Net(body, units[1], classes)
+
+
+def fedrep(input: tuple[int, int, int], classes: int) -> nn.Module:
+    """FedRep's network for CIFAR-10: two convolutions of 64 channels, layers of 120 and 64 units."""
+    return _lenet(input, (64, 64), (120, 64), classes)
+
+
+def pfedhn(input: tuple[int, int, int], classes: int) -> nn.Module:
+    """pFedHN's network for CIFAR-10: convolutions of 16 and 32 channels, layers of 120 and 84 units."""
+    return _lenet(input, (16, 32), (120, 84), classes)
 
 
 def four_conv(input: tuple[int, int, int], classes: int) -> nn.Module:

@@ -7,7 +7,7 @@ the test store is opened once, after the last round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,15 +88,16 @@ def onboard(federation: Rounds, state: State, seats: Sequence[Seat]) -> tuple[Se
     return server, memories
 
 
-def offers_of(federation: Federation, server: Server, seats: Sequence[Seat]) -> list[tuple[Seat, Task]]:
-    """What the server has for these clients to make their networks of."""
-    return [(seat, federation.sent(federation.method.offer(server, seat))) for seat in seats]
+def offers_of(federation: Federation, server: Server, seats: Sequence[Seat]) -> Iterator[tuple[Seat, Task]]:
+    """What the server has for these clients to make their networks of, made when it is asked for: of many, few are
+    there at once."""
+    return ((seat, federation.sent(federation.method.offer(server, seat))) for seat in seats)
 
 
 def keep_networks(
     federation: Federation,
     round: int,
-    offers: Sequence[tuple[Seat, Task]],
+    offers: Iterable[tuple[Seat, Task]],
     memories: Mapping[int, Memory],
     test: Store | None,
     kind: str,
@@ -106,14 +107,14 @@ def keep_networks(
     """The networks that clients keep of what they are offered after a round, and their accuracies. With `epochs` each
     trains on for these, in the end, and with `tune` for as many of these as val likes best."""
     method, last = federation.method, test is not None
-    clients = [federation.client(seat, memories.get(seat.id, {}), round, keeping=True) for seat, _ in offers]
-    work = [
+    clients = ((federation.client(seat, memories.get(seat.id, {}), round, keeping=True), o) for seat, o in offers)
+    work = (
         (
-            f"personal network of client {c.name} after round {round}",
-            finish(method, offer, c, _splits(federation, c.id, test), last, epochs, tune),
+            f"personal network of client {client.name} after round {round}",
+            finish(method, offer, client, _splits(federation, client.id, test), last, epochs, tune),
         )
-        for (_, offer), c in zip(offers, clients, strict=True)
-    ]
+        for client, offer in clients
+    )
     events: list[Event] = []
     kept: list[Kept] = []
     for found, net in federation.engine.run(work):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -67,6 +67,7 @@ class CudaEngine(LocalEngine):
         self._foresee: Callable[[], Sequence[Arch]] | None = None
         self.shelf = Shelf(device, int(MEMORIES * self._memory))
         self._losses: list[tuple[str, Tensor]] = []  # by label, that nobody has looked at
+        self._hits_of: dict[int, Tensor] = {}  # right answers so far, by the number of the work that waits for them
         self._say, self._told = say, set[str]()
         _wake_libraries(device)
 
@@ -104,68 +105,79 @@ class CudaEngine(LocalEngine):
 
     def run(
         self,
-        work: Sequence[tuple[str, Coroutine[Any, Any, T]]],
+        work: Iterable[tuple[str, Coroutine[Any, Any, T]]],
         foresee: Callable[[], Sequence[Arch]] | None = None,
     ) -> list[T]:
-        """Drives labelled coroutines to their end: all to their next job, the jobs together, and again."""
+        """Drives labelled coroutines to their end: all to their next job, the jobs together, and again.
+
+        Where there is more work than the card should have under way, the rest is asked for when its turn comes.
+        """
         self._foresee = foresee
         with no_garbage():  # what it frees may be a graph, and a graph freed during a capture makes the capture void
             return self._run(work)
 
-    def _run(self, work: Sequence[tuple[str, Coroutine[Any, Any, T]]]) -> list[T]:
-        results: list[Any] = [None] * len(work)
-        queue = list(range(len(work)))[::-1]
+    def _run(self, work: Iterable[tuple[str, Coroutine[Any, Any, T]]]) -> list[T]:
+        results: dict[int, T] = {}
+        begun: list[tuple[str, Coroutine[Any, Any, T]]] = []
         waiting: list[Waiting] = []
 
         def advance(number: int, answer: Any) -> None:
-            label, coroutine = work[number]
+            label, coroutine = begun[number]
             self.slots.turn = number
             with self._named(label):
                 try:
-                    waiting.append((number, label, coroutine.send(answer)))
+                    job = coroutine.send(answer)
                 except StopIteration as end:
                     results[number] = end.value
                     self.slots.take_back(number)
+                    return
+                waiting.append((number, label, job))
+                if isinstance(job, Score):
+                    self._begin(number, job)
 
         try:
-            while queue or waiting:
-                while queue and len(waiting) < self.crowd:
-                    advance(queue.pop(), None)
+            queue = iter(work)
+            while True:
+                while len(waiting) < self.crowd and (labelled := next(queue, None)):
+                    begun.append(labelled)
+                    advance(len(begun) - 1, None)
+                if not waiting:
+                    break
                 batch, waiting[:] = list(waiting), []
                 answers = self._together(batch)
                 for number, _, _ in batch:
                     advance(number, answers[number])
         finally:
-            for _, coroutine in work:
+            for _, coroutine in begun:
                 coroutine.close()
+            self._hits_of.clear()
             self.slots.recycle()
-        return results
+        return [results[number] for number in range(len(begun))]
+
+    def _begin(self, number: int, job: Score) -> None:
+        """The card scores while the next clients get ready."""
+        if job.net not in self._forwards:
+            lanes = self.slots.lanes
+            self._forwards[job.net] = Forwards(lanes[number % len(lanes)])
+        stream = self._forwards[job.net].lane.stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with on(stream):
+            self._hits_of[number] = self._hits(job)
 
     def _together(self, batch: list[Waiting]) -> dict[int, Any]:
         training = [w for w in batch if isinstance(w[2], (Fit, Loop)) and w[2].steps]
         answers = self._train(training) | self._estimate(batch)
-        hits: list[tuple[int, Tensor, int]] = []
-        scores = [(number, label, job) for number, label, job in batch if isinstance(job, Score)]
-        lanes = self.slots.lanes
-        for i, (_, _, job) in enumerate(scores):
-            if job.net not in self._forwards:
-                self._forwards[job.net] = Forwards(lanes[i % len(lanes)])
-        streams = {self._forwards[job.net].lane.stream for _, _, job in scores}
+        scores = [(number, job) for number, _, job in batch if isinstance(job, Score)]
         here = torch.cuda.current_stream(self.device)
-        for stream in streams:
-            stream.wait_stream(here)
-        for number, label, job in scores:
-            with self._named(label), on(self._forwards[job.net].lane.stream):
-                hits.append((number, self._hits(job), job.split.size))
-        for stream in streams:
+        for stream in {self._forwards[job.net].lane.stream for _, job in scores}:
             here.wait_stream(stream)
         for number, label, job in batch:
             if number not in answers and not isinstance(job, Score):
                 answers[number] = self._do(label, job)
-        if hits:
+        if scores:
             self.settle()
-            counts = self._read([count for _, count, _ in hits])
-            answers |= {number: count / size for (number, _, size), count in zip(hits, counts, strict=True)}
+            counts = self._read([self._hits_of.pop(number) for number, _ in scores])
+            answers |= {number: count / job.split.size for (number, job), count in zip(scores, counts, strict=True)}
         return answers
 
     def _estimate(self, batch: list[Waiting]) -> dict[int, Any]:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -122,7 +122,7 @@ class LocalEngine:
 
     def run(
         self,
-        work: Sequence[tuple[str, Coroutine[Any, Any, T]]],
+        work: Iterable[tuple[str, Coroutine[Any, Any, T]]],
         foresee: Callable[[], Sequence[Arch]] | None = None,
     ) -> list[T]:
         """Drives labelled coroutines to their end; results in the given order.
@@ -130,6 +130,7 @@ class LocalEngine:
         `foresee` tells the archs that the next round will likely ask for; an engine may get ready for them.
         """
         self._stop.clear()
+        work = list(work)
         futures = [self._pool.submit(self._drive, label, coroutine) for label, coroutine in work]
         try:
             return [future.result() for future in futures]

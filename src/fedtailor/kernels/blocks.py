@@ -76,7 +76,7 @@ class Blocks:
 
     def _describes(self, large: Sequence[Tensor]) -> bool:
         """Whether these are tensors of the shapes that the tables were made for."""
-        return all(tensor.shape == shape for tensor, shape in zip(large, self.shapes, strict=True))
+        return [tensor.shape for tensor in large] == self.shapes
 
     def _launch(self, kernel: object, pointers: Tensor, *more: Tensor | int | float) -> None:
         launch(kernel, (len(self.pieces), 1), THREADS, pointers, *self._on(pointers.device), *more)
@@ -89,8 +89,9 @@ class Blocks:
 
 
 def _kernels(tensors: Sequence[Tensor]) -> Kernels | None:
-    learning = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if not tensors or learning or not applies(*tensors) or not all(t.is_contiguous() for t in tensors):
+    learning = torch.is_grad_enabled()
+    kinds = {(t.is_contiguous(), learning and t.requires_grad, t.is_cuda, t.dtype) for t in tensors}
+    if len(kinds) != 1 or kinds.pop()[:2] != (True, False) or not applies(tensors[0]):
         return None
     return compiled("blocks", NAMES, tensors[0].device, T=THREADS, CHUNK=CHUNK)
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from .compiling import Kernels, applies, compiled, gradients, launch
 
-THREADS = 512
+THREADS = 512  # of a block, at most
+EACH = 16  # values that a thread should have at least: idle ones keep other networks' blocks waiting
 LARGEST = 1 << 17  # values of a channel that one block should read
 ACTS = {"": 0, "relu": 1, "relu6": 2, "hswish": 3}
 ACTS_OF_TORCH = {"": lambda x: x, "relu": F.relu, "relu6": F.relu6, "hswish": F.hardswish}
@@ -43,7 +44,8 @@ class _Norm(torch.autograd.Function):
         size = math.prod(x.shape[2:])
         ctx.sizes = sizes = (x.shape[1], len(x), size, lanes(size))
         how = rule.layers(x.shape[1]), float(rule.momentum), float(rule.eps)
-        launch(kernels["forward"], (x.shape[1], 1), THREADS, x, weight, bias, y, seen, *rule.running, *sizes, *how)
+        shape = (x.shape[1], 1), threads(len(x) * size)
+        launch(kernels["forward"], *shape, x, weight, bias, y, seen, *rule.running, *sizes, *how)
         ctx.save_for_backward(x, weight, bias, seen)
         ctx.rule, ctx.kernels = rule, kernels
         return y
@@ -57,7 +59,8 @@ class _Norm(torch.autograd.Function):
         dx, both = torch.empty_like(x), None if weight is None else torch.empty_like(seen)
         dweight, dbias = (None, None) if both is None else both.unbind()
         tensors = (grads[0].contiguous(), x, weight, bias, seen, dx, dweight, dbias)
-        launch(ctx.kernels["backward"], (x.shape[1], 1), THREADS, *tensors, *ctx.sizes)
+        channels, batch, size, _ = ctx.sizes
+        launch(ctx.kernels["backward"], (channels, 1), threads(batch * size), *tensors, *ctx.sizes)
         return dx, dweight, dbias, None, None
 
 
@@ -65,6 +68,11 @@ def lanes(size: int) -> int:
     """Threads that walk along a plane together: a power of two, at most a warp."""
     steps = -(-size // values(size))
     return min(32, 1 << (steps - 1).bit_length())
+
+
+def threads(count: int) -> int:
+    """Of a block that has so many values: a power of two, at least a warp."""
+    return min(THREADS, max(32, 1 << (count // EACH - 1).bit_length()))
 
 
 def values(size: int) -> int:
@@ -77,7 +85,7 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule
     size = math.prod(x.shape[2:])
     fits = 1 < len(x) * size <= LARGEST and (weight is None) == (bias is None)
     if fits and applies(x, weight, bias, *rule.running) and not _channels_last(x):
-        kinds = {"ACT": ACTS[rule.act], "V": values(size), "T": THREADS}
+        kinds = {"ACT": ACTS[rule.act], "V": values(size), "T": threads(len(x) * size)}
         kernels = compiled("norm", ("forward", "backward"), x.device, **kinds)
         if kernels is not None:
             return _Norm.apply(x.contiguous(), weight, bias, rule, kernels)  # type: ignore[return-value]

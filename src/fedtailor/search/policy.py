@@ -7,7 +7,9 @@ independent draw per dimension (PerFedRLNAS, eq. 4).
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..spaces.base import Arch, Space
+
+LEAST = math.log(1e-300)  # as the logarithm of a probability
 
 
 def sizes(space: Space) -> list[int]:
@@ -30,6 +34,17 @@ def uniform_logits(space: Space, clients: int) -> Tensor:
 def probabilities(space: Space, alpha: Tensor) -> list[np.ndarray]:
     """The probabilities of every dimension's options."""
     return [torch.softmax(part, 0).numpy() for part in alpha.double().cpu().split(sizes(space))]
+
+
+def log_probabilities(space: Space, alpha: Tensor) -> list[list[float]]:
+    """Their logarithms, in plain numbers: dimensions are too small to be worth arrays."""
+    logits, found = iter(alpha.tolist()), []
+    for size in sizes(space):
+        part = list(islice(logits, size))
+        top = max(part)
+        total = top + math.log(sum(math.exp(logit - top) for logit in part))
+        found.append([max(logit - total, LEAST) for logit in part])
+    return found
 
 
 def log_gradient(space: Space, alpha: Tensor, arch: Arch) -> Tensor:
@@ -48,14 +63,14 @@ def most_likely(space: Space, alpha: Tensor, fits: Callable[[Arch], bool], patie
     Archs are visited from the most likely downwards (best first over each dimension's sorted options), which is exact;
     after `patience` archs that do not fit, options move greedily to smaller ones, cheapest loss of probability first.
     """
-    logs = [np.log(np.maximum(p, 1e-300)) for p in probabilities(space, alpha)]
-    ranked = [np.argsort(-log, kind="stable") for log in logs]
+    logs = log_probabilities(space, alpha)
+    ranked = [sorted(range(len(log)), key=log.__getitem__, reverse=True) for log in logs]
 
     def arch_at(ranks: tuple[int, ...]) -> Arch:
-        return tuple(int(ranked[d][r]) for d, r in enumerate(ranks))
+        return tuple(ranked[d][r] for d, r in enumerate(ranks))
 
     def loss(ranks: tuple[int, ...]) -> float:
-        return float(-sum(logs[d][ranked[d][r]] for d, r in enumerate(ranks)))
+        return -sum(logs[d][ranked[d][r]] for d, r in enumerate(ranks))
 
     start: tuple[int, ...] = tuple(0 for _ in logs)
     queue, seen = [(loss(start), start)], {start}
@@ -73,9 +88,9 @@ def most_likely(space: Space, alpha: Tensor, fits: Callable[[Arch], bool], patie
     return _shrunk(space, arch_at(start), logs, fits)
 
 
-def _shrunk(space: Space, arch: Arch, logs: list[np.ndarray], fits: Callable[[Arch], bool]) -> Arch:
+def _shrunk(space: Space, arch: Arch, logs: list[list[float]], fits: Callable[[Arch], bool]) -> Arch:
     while not fits(arch):
-        downs = [(float(logs[d][i] - logs[d][i - 1]), d) for d, i in enumerate(arch) if i > 0]
+        downs = [(logs[d][i] - logs[d][i - 1], d) for d, i in enumerate(arch) if i > 0]
         if not downs:
             raise UserError(f"no arch of '{space.name}' fits: the smallest, {space.smallest}, does not.")
         _, d = min(downs)

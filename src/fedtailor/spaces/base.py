@@ -240,12 +240,14 @@ class Space(ABC):
     def cut(self, weights: Weights, arch: Arch) -> Weights:
         """The arch's own copy of its entries of the supernet (differentiable)."""
         index, shapes = self.index(arch), self.full_shapes
+        if weights.keys() >= index.keys() and (taken := self._taken(weights, arch, tuple(index))):
+            return taken
         for name in index:
             tensor = weights.get(name)
             if tensor is None or tensor.shape != shapes[name]:
                 has = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}, not {shapes[name]}"
                 raise UserError(f"these are not weights of '{self.name}': '{name}' {has}.")
-        return self.part(weights, arch)
+        return {n: tensor_at(weights[n], at).clone() for n, at in index.items()}
 
     def part(self, weights: Weights, arch: Arch) -> Weights:
         """Like `cut`, of weights that need not hold every tensor. The empty arch takes them as they are."""
@@ -253,10 +255,15 @@ class Space(ABC):
             return weights
         index = self.index(arch)
         names = tuple(n for n in index if n in weights)
+        return self._taken(weights, arch, names) or {n: tensor_at(weights[n], index[n]).clone() for n in names}
+
+    def _taken(self, weights: Weights, arch: Arch, names: tuple[str, ...]) -> Weights | None:
+        """These tensors of the arch, copied by a GPU in one go; None where it cannot, or the shapes are others."""
         large = [weights[n] for n in names]
-        if large and large[0].is_cuda and (found := self.layout(arch, names).take(large)):
-            return dict(zip(names, found, strict=True))
-        return {n: tensor_at(weights[n], index[n]).clone() for n in names}
+        if not large or not large[0].is_cuda:
+            return None
+        found = self.layout(arch, names).take(large)
+        return None if found is None else dict(zip(names, found, strict=True))
 
     def layout(self, arch: Arch, names: tuple[str, ...]) -> Blocks:
         """Some of the arch's tensors as blocks of the supernet's, for a GPU to copy or average in one go."""
