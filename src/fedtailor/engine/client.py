@@ -79,14 +79,16 @@ class Client:
     def load(self, net: nn.Module, weights: Weights) -> None:
         """Copies weights into a network; statistics that did not travel come from the client's memory."""
         tensors, stale = tensors_of(net), False
-        sources = [weights.get(name) for name in tensors]
-        if not all(s is not None and s.shape == t.shape for s, t in zip(sources, tensors.values(), strict=True)):
+        there = weights.keys() >= tensors.keys()
+        if there and [weights[n].shape for n in tensors] == [t.shape for t in tensors.values()]:
+            sources = [weights[n] for n in tensors]
+        else:
             found = self._completed(tensors, weights)
             stale = len(found) < len(tensors)
             tensors, sources = {name: tensors[name] for name in found}, list(found.values())
         if tensors:
             with torch.no_grad():
-                torch._foreach_copy_(list(tensors.values()), sources)  # type: ignore[arg-type]
+                torch._foreach_copy_(list(tensors.values()), sources)
         net.stale = stale or self.local.bn == "recalibrate"  # type: ignore[assignment]
 
     def _completed(self, tensors: Weights, weights: Weights) -> Weights:
