@@ -10,10 +10,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedtailor.config import load
 from fedtailor.data import partition as partitions
+from fedtailor.data.dataset import Dataset
+from fedtailor.data.partition import TEST
 from fedtailor.data.sources import load as load_data
 from fedtailor.registry import lookup, names
 
@@ -106,6 +109,22 @@ def test_federations_are_the_pinned_ones(name: str, row: str) -> None:
     config = load(spec.preset or federation.preset, spec.changes)
     made = script("cifar").deal(config, config.seed, spec)
     assert made.hash == (spec.partition or federation.partition)
+
+
+def test_the_deal_of_pfedhn_gives_every_image_to_one_of_the_two_class_clients() -> None:
+    labels = np.random.default_rng(0).permutation(np.arange(60_000) % 10)
+    data = Dataset(
+        "dots", np.zeros((60_000, 1, 1, 1), np.uint8), labels, tuple("abcdefghij"), np.arange(60_000) >= 50_000
+    )
+    dealt = script("authors.deals").pfedhn(data, 0)
+    assert np.array_equal(np.bincount(dealt.split), [40_000, 10_000, 10_000])
+    assert np.array_equal(dealt.split == TEST, data.official_test)
+    held = [set(labels[dealt.owner == client]) for client in range(50)]
+    assert all(len(classes) == 2 for classes in held)
+    assert all(sum(label in classes for classes in held) == 10 for label in range(10))
+    shares = [np.mean(dealt.owner[labels == label] == c) for c, classes in enumerate(held) for label in classes]
+    assert min(shares) > 0.4 / (0.4 + 9 * 0.6) - 0.01
+    assert max(shares) < 0.6 / (0.6 + 9 * 0.4) + 0.01
 
 
 def test_every_row_is_a_config() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedtailor.data.partition import VAL
+from fedtailor.engine.jobs import Score
 from fedtailor.engine.loop import Event, Federation, State
 from fedtailor.errors import UserError
 from fedtailor.runs import execute
@@ -402,6 +404,31 @@ def test_networks_are_used_again_as_soon_as_their_client_is_done() -> None:
     engine.run([(f"client {i}", use(outside)) for i in range(40)])
     assert len(set(seen)) == 1
     assert len(engine.slots) <= built + 2  # type: ignore[attr-defined]
+
+
+def test_work_is_asked_for_when_its_turn_comes_and_scores_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, federation, _ = run()
+    engine, job = federation.engine, federation.job
+    engine.crowd = 2  # type: ignore[attr-defined]
+    seen: list[str] = []
+    real = engine._hits
+
+    def hits(score: Score) -> Tensor:
+        seen.append("scores")
+        return real(score)
+
+    monkeypatch.setattr(engine, "_hits", hits)
+
+    async def use(i: int) -> float:
+        seen.append(f"begins {i}")
+        found = await Score(engine.network(job.space, job.space.largest), federation.store.split(i, VAL))
+        seen.append(f"ends {i}")
+        return found
+
+    found = engine.run((f"client {i}", use(i)) for i in range(3))
+    assert seen[:6] == ["begins 0", "scores", "begins 1", "scores", "ends 0", "ends 1"]
+    assert seen[6:] == ["begins 2", "scores", "ends 2"]
+    assert all(0 <= accuracy <= 1 for accuracy in found)
 
 
 def test_wide_networks_have_their_channels_last(monkeypatch: pytest.MonkeyPatch, place: str) -> None:

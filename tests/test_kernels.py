@@ -156,6 +156,9 @@ def normed(x: Tensor, parts: Parts, act: str) -> tuple[Tensor, Parts]:
         ((7, 3, 9, 13), "relu6"),
         ((7, 3, 9, 13), "hswish"),
         ((2, 8, 1, 1), ""),
+        ((32, 6, 2, 2), "hswish"),
+        ((16, 3, 8, 8), ""),
+        ((32, 2, 8, 8), "relu"),
     ],
 )
 def test_norms_compute_what_torch_computes(shape: tuple[int, ...], act: str, device: str) -> None:

@@ -25,7 +25,7 @@ from fedtailor.fleet.fleet import FleetConfig
 from fedtailor.method import Method, Reply, Server
 from fedtailor.methods.perfedrlnas import PerFedRLNAS
 from fedtailor.runs.execute import prepare
-from fedtailor.search.policy import most_likely
+from fedtailor.search.policy import log_probabilities, most_likely, probabilities
 from fedtailor.spaces.base import Arch, Dimension, Space, Weights
 from fedtailor.spaces.tiny import Tiny
 from tools import by_hand, personal, small_config
@@ -207,6 +207,13 @@ def test_ten_thousand_draws_stay_within_hard_budgets() -> None:
 
 def _softmax(alpha: Tensor) -> list[np.ndarray]:
     return [np.exp(a) / np.exp(a).sum() for a in alpha.reshape(6, 2).numpy()]
+
+
+def test_log_probabilities_are_those_of_the_probabilities() -> None:
+    alpha = torch.from_numpy(np.random.default_rng(0).normal(size=12) * 5)
+    alpha[3] = -2000.0  # as good as impossible, but a number
+    for logs, chances in zip(log_probabilities(TINY, alpha), probabilities(TINY, alpha), strict=True):
+        assert logs == pytest.approx(np.log(np.maximum(chances, 1e-300)).tolist())
 
 
 def test_the_kept_arch_is_the_most_likely_that_fits() -> None:
