@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,6 +98,32 @@ def pinned() -> list[tuple[str, str]]:
         for row, spec in federation.rows.items():
             found.setdefault(spec.partition or federation.partition, (name, row))
     return list(found.values())
+
+
+def test_rows_side_by_side_start_again_when_a_process_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = script("cifar_beside")
+    codes, ran = iter([1, 0, 0, 0, 0]), []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        ran.append((command[command.index("--rows") + 1], "--tune" in command, command[-2:]))
+        return SimpleNamespace(returncode=next(codes))
+
+    monkeypatch.setattr(beside.subprocess, "run", run)
+    monkeypatch.setattr(beside.time, "sleep", lambda _: None)
+    monkeypatch.setattr(beside.shutil, "which", lambda _: None)
+    monkeypatch.setattr(
+        sys, "argv", ["", "devices:fedrep,local", "--minutes", "9", "--out", str(tmp_path), "--seed", "1"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        beside.main()
+    assert ended.value.code == 0
+    seed = ["--seed", "1"]
+    assert ran[:3] == [("fedrep", True, seed), ("fedrep", True, seed), ("fedrep", False, seed)]
+    assert ran[3:] == [("local", True, seed), ("local", False, seed)]
+    codes = iter([1] * beside.TRIES)
+    with pytest.raises(SystemExit) as ended:
+        beside.main()
+    assert ended.value.code == 1
 
 
 @pytest.mark.parametrize(("name", "row"), pinned())

@@ -1,0 +1,102 @@
+"""Several rows of the CIFAR-10 tables side by side on one GPU, each in a process of its own.
+
+    python bench/cifar_beside.py devices:fedrep,fedbabu devices:random-arch authors:pfedhn --minutes 9 --out DIR
+
+A word is a queue: a federation and its rows, one after the other. A row whose learning rate is not chosen yet is tuned
+first. The same command goes on where the last one was cut short; what is finished is collected with
+
+    python bench/cifar.py --collect DIR/*
+
+One run leaves a third of a card idle while Python prepares; three or four fill it. They share it through NVIDIA's MPS
+where that is installed. A card that is shared so refuses memory now and then to a process that has just begun; such a
+process is started again. Options that are not named below go to bench/cifar.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent / "cifar.py"
+TRIES = 4  # of a process that fails
+SHORTEST = 40.0  # seconds that are worth another process
+
+
+@contextlib.contextmanager
+def shared_card() -> Iterator[dict[str, str]]:
+    """The environment of processes that share the card."""
+    daemon = shutil.which("nvidia-cuda-mps-control")
+    if daemon is None:
+        yield dict(os.environ)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        environment = {**os.environ, **places}
+        subprocess.run([daemon, "-d"], env=environment, check=True)
+        try:
+            yield environment
+        finally:
+            subprocess.run([daemon], input="quit\n", text=True, env=environment, check=False)
+
+
+class Queue:
+    """Rows of one federation, run one after the other until the time is over."""
+
+    def __init__(self, word: str, out: Path, end: float, more: Sequence[str], environment: dict[str, str]) -> None:
+        self.federation, _, rows = word.partition(":")
+        self.rows = [row for row in rows.split(",") if row]
+        if not self.rows:
+            sys.exit(f"'{word}' names no rows: write FEDERATION:ROW,ROW")
+        self.out, self.end, self.more, self.environment = out / word.replace(":", "-"), end, more, environment
+
+    def run(self) -> bool:
+        """Whether all rows' processes ended well."""
+        return all(self._ends_well(row, "--tune") and self._ends_well(row) for row in self.rows)
+
+    def _ends_well(self, row: str, *options: str) -> bool:
+        self.out.mkdir(parents=True, exist_ok=True)
+        for attempt in range(TRIES):
+            left = self.end - time.monotonic()
+            if left < SHORTEST:
+                return True  # the next command goes on
+            command = [sys.executable, str(SCRIPT), self.federation, "--rows", row, "--out", str(self.out)]
+            command += ["--minutes", f"{left / 60:.3f}", *options, *self.more]
+            with (self.out / "log.txt").open("a") as log:
+                code = subprocess.run(command, stdout=log, stderr=log, env=self.environment, check=False).returncode
+            if code == 0:
+                return True
+            print(
+                f"{self.federation}, {row}: ended with {code}, try {attempt + 1} of {TRIES}; see {log.name}", flush=True
+            )
+            time.sleep(3.0)
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("queues", nargs="+", metavar="FEDERATION:ROW,ROW")
+    parser.add_argument("--minutes", type=float, required=True, help="stop cleanly before so many")
+    parser.add_argument("--out", type=Path, default=Path("runs/cifar-out"), help="a folder of results for every queue")
+    args, more = parser.parse_known_args()
+    end = time.monotonic() + 60 * args.minutes
+    with shared_card() as environment, ThreadPoolExecutor(len(args.queues)) as pool:
+        queues = [Queue(word, args.out, end, more, environment) for word in args.queues]
+        running = []
+        for queue in queues:
+            running.append(pool.submit(queue.run))
+            time.sleep(1.0)  # processes that begin at the same moment are refused more often
+        fine = [each.result() for each in running]
+    sys.exit(0 if all(fine) else 1)
+
+
+if __name__ == "__main__":
+    main()
