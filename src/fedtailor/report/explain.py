@@ -115,7 +115,7 @@ def sent(message: Message) -> str:
 
 def plain(name: str) -> str:
     """A declared name without the pattern: tensors packed under one name are one thing."""
-    return "supernet" if name == "*" else name.removesuffix(":*")
+    return "all tensors" if name == "*" else name.removesuffix(":*")
 
 
 def times(value: float) -> str:
