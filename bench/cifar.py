@@ -35,7 +35,7 @@ from fedtailor.data import partition as partitions
 from fedtailor.data.federation import Store
 from fedtailor.data.sources import load as load_data
 from fedtailor.engine.loop import Event, Federation, State
-from fedtailor.errors import UserError
+from fedtailor.errors import Diverged
 from fedtailor.evaluate import Kept, evaluate, keep_networks, offers_of
 from fedtailor.method import Server
 from fedtailor.runs.execute import LocalDriver, Report, Setup, Watcher, choose_device, drive, prepare
@@ -233,17 +233,17 @@ def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
         if clock.left() < 20:
             raise Late
         spec = dataclasses.replace(spec, endings=dict([first]), judged=False)
+        began = time.monotonic()
         try:
             go(config, folder, spec, clock, args, Progress(name))
             ended = json.loads((folder / "endings" / f"{first[0]}.json").read_text())
-        except UserError as error:
-            if "loss is not a number" not in str(error):
-                raise
+        except Diverged as error:
             print(f"  {error}", flush=True)
             ended = {"val": [0.0]}  # too large a rate is the worst of all
         facts = read_facts(folder)
+        seconds = float(facts["seconds"]) or time.monotonic() - began  # a run that ends so has not written its own
         found = {"federation": args.federation, "row": row, "lr": lr, "rounds": config.rounds, "ending": first[0]}
-        found |= {"val": round(float(np.mean(ended["val"])), 5), "gpu_seconds": round(float(facts["seconds"]), 1)}
+        found |= {"val": round(float(np.mean(ended["val"])), 5), "gpu_seconds": round(seconds, 1)}
         found |= {"precision": config.precision, "seed": config.seed, "rounds_of_row": whole, "device": facts["device"]}
         (folder / "tune.json").write_text(json.dumps(found))
     print(f"{row}: lr {rate(args, row)}", flush=True)

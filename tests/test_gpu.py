@@ -12,7 +12,7 @@ from torch import Tensor
 from fedtailor.data.partition import VAL
 from fedtailor.engine.jobs import Score
 from fedtailor.engine.loop import Event, Federation, State
-from fedtailor.errors import UserError
+from fedtailor.errors import Diverged
 from fedtailor.runs import execute
 from fedtailor.runs.execute import prepare
 from fedtailor.values import tensors_in
@@ -358,7 +358,7 @@ def test_a_loss_that_is_not_a_number_stops_the_round_and_names_the_client() -> N
     setup = prepare(config_of("fedavg", "", rounds=1, local__lr=1e30))
     federation, _ = setup.federation(device, 1)
     state = federation.begin()
-    with pytest.raises(UserError, match=r"client client-.*not a number"):
+    with pytest.raises(Diverged, match=r"client client-.*not a number"):
         next(federation.rounds(state, lambda event: None))
     assert state.round == 0
 

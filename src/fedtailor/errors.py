@@ -1,4 +1,4 @@
-"""The one exception a user is meant to read."""
+"""The exceptions a user is meant to read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Iterable
 
 class UserError(Exception):
     """Bad input: the message says what is wrong, what is allowed and what to do. The CLI exits with code 2."""
+
+
+class Diverged(UserError):
+    """Training left the numbers."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

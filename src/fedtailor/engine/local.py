@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Stream
-from ..errors import UserError
+from ..errors import Diverged, UserError
 from ..kernels.compiling import plain
 from ..spaces.abreast import SideBySide
 from ..spaces.base import Arch, Space, Weights
@@ -203,7 +203,7 @@ class LocalEngine:
         except (Stopped, torch.OutOfMemoryError, Cannot):
             raise
         except UserError as error:
-            raise UserError(f"{label}: {error}") from error
+            raise type(error)(f"{label}: {error}") from error
         except Exception as error:
             if "CUDA error: out of memory" in str(error):  # the driver's words; torch's own have a class of theirs
                 raise torch.OutOfMemoryError(str(error)) from error
@@ -232,7 +232,7 @@ class LocalEngine:
     @staticmethod
     def _checked(loss: float) -> float:
         if loss != loss:
-            raise UserError("the training loss is not a number: try a smaller local.lr, or local.clip = 5.")
+            raise Diverged("the training loss is not a number: try a smaller local.lr, or local.clip = 5.")
         return loss
 
     def _batches(self, stream: Stream, steps: int) -> Callable[[int], tuple[Tensor, Tensor]]:
