@@ -3,6 +3,7 @@
     python bench/steps.py --set net.name=mobilenetv3_large
     python bench/steps.py --set method.name=perfedrlnas --set space.name=mobilenetv3 --random --precision bf16
     python bench/steps.py --set method.name=spider --set space.name=darts --set space.variant=s2 --beside 1 8
+    python bench/steps.py --set net.name=mobilenetv3_large --layers 16               # where a full card's time goes
     FEDTAILOR_KERNELS=off python bench/steps.py --set net.name=mobilenetv3_large     # torch's kernels alone
 
 Needs no data: images are zeros, and a step's kernels do not depend on them. The largest arch of a space is taken, or
@@ -15,13 +16,17 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from fedtailor.config import load
 from fedtailor.engine.cuda import CudaEngine
-from fedtailor.engine.replay import FitSlot, Step
+from fedtailor.engine.replay import FitSlot, Lane, Step
+from fedtailor.spaces.layers import SqueezeExcite
 
 INPUT, CLASSES = (3, 32, 32), 10
 
@@ -51,6 +56,74 @@ def heaviest(slot: FitSlot, replays: int = 3) -> tuple[float, list[tuple[str, fl
     return sum(count for _, count, _ in rows), sorted(rows, key=lambda row: -row[2])
 
 
+@dataclass
+class Layers:
+    """All layers of one kind, forth and back on inputs of their own, as one graph on a lane."""
+
+    seen: list[tuple[nn.Module, torch.Size, dict[str, Any]]]
+    lane: Lane
+
+    def __post_init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.lane.stream):
+            inputs = [
+                torch.randn(shape, device=self.lane.stream.device, requires_grad=True) for _, shape, _ in self.seen
+            ]
+            torch.cuda.synchronize()
+            self.lane.begin(self.graph)
+            for x, (layer, _, more) in zip(inputs, self.seen, strict=True):
+                y = layer(x, **more)
+                torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+            self.graph.capture_end()
+        self.inputs = inputs  # the graph reads them
+
+    def replay(self) -> None:
+        with torch.cuda.stream(self.lane.stream):
+            self.graph.replay()
+
+
+def kind_of(layer: nn.Module) -> str:
+    """Of layers that are looked at one by one; an empty word for all others."""
+    if isinstance(layer, nn.Conv2d):
+        return "depthwise" if layer.groups > 1 else "1 x 1" if layer.kernel_size == (1, 1) else "other convolutions"
+    kinds = {nn.modules.batchnorm._BatchNorm: "norms", SqueezeExcite: "gates", nn.Linear: "linear"}
+    return next((name for kind, name in kinds.items() if isinstance(layer, kind)), "")
+
+
+def layers_of(net: nn.Module, batch: int) -> dict[str, list[tuple[nn.Module, torch.Size, dict[str, Any]]]]:
+    """A network's layers by kind, with the shapes of their inputs and what else they are called with."""
+    found: dict[str, list[tuple[nn.Module, torch.Size, dict[str, Any]]]] = defaultdict(list)
+
+    def note(layer: nn.Module, args: tuple[Any, ...], more: dict[str, Any], _: object) -> None:
+        found[kind_of(layer)].append((layer, args[0].shape, more))
+
+    inside = {id(part) for m in net.modules() if kind_of(m) == "gates" for part in m.modules() if part is not m}
+    looked_at = [m for m in net.modules() if kind_of(m) and id(m) not in inside]
+    handles = [m.register_forward_hook(note, with_kwargs=True) for m in looked_at]
+    net(torch.zeros(batch, *INPUT, device=next(net.parameters()).device))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def full_card(slots: Sequence[FitSlot], batch: int, replays: int = 40) -> dict[str, float]:
+    """Milliseconds for all layers of a kind while as many networks do the same."""
+    by_kind: dict[str, list[Layers]] = defaultdict(list)
+    for slot in slots:
+        for kind, seen in layers_of(slot.net, batch).items():
+            by_kind[kind].append(Layers(seen, slot.lane))
+    spent: dict[str, float] = {}
+    for kind, graphs in by_kind.items():
+        for _ in range(2):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for graph in [g for _ in range(replays) for g in graphs]:
+                graph.replay()
+            torch.cuda.synchronize()
+            spent[kind] = 1e3 * (time.perf_counter() - began) / replays / len(graphs)
+    return spent
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the configuration")
@@ -58,11 +131,12 @@ def main() -> None:
     parser.add_argument("--precision", default="tf32", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--random", action="store_true", help="a random arch of the space, instead of the largest")
     parser.add_argument("--beside", type=int, nargs="+", default=[1, 4, 8, 16], help="networks side by side")
+    parser.add_argument("--layers", type=int, default=0, help="times by kind of layer with so many networks at once")
     parser.add_argument("--top", type=int, default=15, help="kernels listed")
     args = parser.parse_args()
     config = load({}, args.set)
     space = config.make_space(INPUT, CLASSES)
-    engine = CudaEngine(torch.device("cuda"), args.precision, at_once=max(args.beside))
+    engine = CudaEngine(torch.device("cuda"), args.precision, at_once=max(*args.beside, args.layers))
     arch = space.sample(np.random.default_rng(0)) if args.random else space.largest
     step = Step(space, arch, None, (args.batch, *INPUT), config.local, False, False, False)
     slots = [engine.slots.captured(step, lane) for lane in engine.slots.lanes]
@@ -74,6 +148,9 @@ def main() -> None:
     for number in args.beside:
         milliseconds(slots[:number], 5)
         print(f"  one of {number:2d}: {milliseconds(slots[:number], 40):.3f} ms", flush=True)
+    if args.layers:
+        found = full_card(slots[: args.layers], args.batch)
+        print(f"  with {args.layers} networks: " + ", ".join(f"{kind} {spent:.3f} ms" for kind, spent in found.items()))
     count, rows = heaviest(slots[0])
     print(f"  {count:.0f} kernels, {sum(row[2] for row in rows):.0f} us alone; the heaviest:")
     for name, number, spent in rows[: args.top]:

@@ -19,6 +19,7 @@ from fedtailor.data.dataset import Dataset
 from fedtailor.data.partition import TEST
 from fedtailor.data.sources import load as load_data
 from fedtailor.registry import lookup, names
+from pretend_cuda import pretend
 
 BENCH = Path(__file__).parent.parent / "bench"
 
@@ -124,6 +125,24 @@ def test_rows_side_by_side_start_again_when_a_process_fails(tmp_path: Path, monk
     with pytest.raises(SystemExit) as ended:
         beside.main()
     assert ended.value.code == 1
+
+
+def test_steps_are_timed_alone_side_by_side_and_by_layer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, here = script("steps"), pretend(monkeypatch)
+    engine = steps.CudaEngine
+    monkeypatch.setattr(steps, "CudaEngine", lambda _, precision, at_once: engine(here, precision, at_once))
+    monkeypatch.setattr(steps.Lane, "begin", lambda lane, graph: None)
+    monkeypatch.setattr(steps.torch.cuda, "get_device_name", lambda: "pretence")
+    monkeypatch.setattr(steps, "heaviest", lambda slot: (2.0, [("kernel", 2.0, 5.0)]))
+    words = ["--set", "net.name=mobilenetv3_large", "--precision", "fp32", "--batch", "2", "--beside", "1", "2"]
+    monkeypatch.setattr(sys, "argv", ["steps.py", *words, "--layers", "1"])
+    steps.main()
+    said = capsys.readouterr().out
+    assert all(f"one of  {number}:" in said for number in (1, 2))
+    assert all(f"{kind} " in said for kind in ("1 x 1", "depthwise", "norms", "gates", "linear", "other convolutions"))
+    assert "2 kernels" in said
 
 
 @pytest.mark.parametrize(("name", "row"), pinned())
