@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -429,6 +430,38 @@ def test_work_is_asked_for_when_its_turn_comes_and_scores_begin_at_once(monkeypa
     assert seen[:6] == ["begins 0", "scores", "begins 1", "scores", "ends 0", "ends 1"]
     assert seen[6:] == ["begins 2", "scores", "ends 2"]
     assert all(0 <= accuracy <= 1 for accuracy in found)
+
+
+def test_a_card_too_full_to_score_has_fewer_clients_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    setup = prepare(config_of("fedavg", "", rounds=1))
+    federation, _ = setup.federation(device, 1, say=said.append)
+    engine, job, calls = federation.engine, federation.job, iter(range(9))
+    real_hits, real_prepare = engine._hits, engine._prepare  # type: ignore[attr-defined]
+
+    def full(real: Callable[..., Any], times: Container[int]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            if next(calls) in times:
+                raise torch.OutOfMemoryError
+            return real(*args)
+
+        return wrapper
+
+    async def score(i: int) -> float:
+        return await Score(engine.network(job.space, job.space.largest), federation.store.split(i, VAL))
+
+    async def train(i: int) -> float:
+        client = federation.client(job.seats[i], {}, 1)
+        return float(await client.fit(client.build(federation.method.ask(federation.begin().server, client.seat))))
+
+    monkeypatch.setattr(engine, "_hits", full(real_hits, {2}))
+    assert len(engine.run((f"client {i}", score(i)) for i in range(3))) == 3
+    assert engine.crowd == 2  # type: ignore[attr-defined]
+    assert sum("GPU memory is full" in text for text in said) == 1
+    monkeypatch.setattr(engine, "_hits", real_hits)
+    calls = iter(range(9))
+    monkeypatch.setattr(engine, "_prepare", full(real_prepare, {0}))  # while another client's score is under way
+    assert len(engine.run([("one", score(0)), ("two", train(1))])) == 2
 
 
 def test_wide_networks_have_their_channels_last(monkeypatch: pytest.MonkeyPatch, place: str) -> None:

@@ -67,7 +67,7 @@ class CudaEngine(LocalEngine):
         self._foresee: Callable[[], Sequence[Arch]] | None = None
         self.shelf = Shelf(device, int(MEMORIES * self._memory))
         self._losses: list[tuple[str, Tensor]] = []  # by label, that nobody has looked at
-        self._hits_of: dict[int, Tensor] = {}  # right answers so far, by the number of the work that waits for them
+        self._scores: dict[int, tuple[Tensor, torch.cuda.Stream]] = {}  # begun, by the number of the work that waits
         self._say, self._told = say, set[str]()
         _wake_libraries(device)
 
@@ -131,9 +131,9 @@ class CudaEngine(LocalEngine):
                     results[number] = end.value
                     self.slots.take_back(number)
                     return
-                waiting.append((number, label, job))
-                if isinstance(job, Score):
-                    self._begin(number, job)
+            waiting.append((number, label, job))
+            if isinstance(job, Score):
+                self._begin(number, label, job)
 
         try:
             queue = iter(work)
@@ -150,34 +150,42 @@ class CudaEngine(LocalEngine):
         finally:
             for _, coroutine in begun:
                 coroutine.close()
-            self._hits_of.clear()
+            self._scores.clear()
             self.slots.recycle()
         return [results[number] for number in range(len(begun))]
 
-    def _begin(self, number: int, job: Score) -> None:
+    def _begin(self, number: int, label: str, job: Score) -> None:
         """The card scores while the next clients get ready."""
+        try:
+            self._scores[number] = self._scored(number, label, job)
+        except torch.OutOfMemoryError as error:
+            self._make_room(len(self._scores), label, error)
+            self._scores[number] = self._scored(number, label, job)
+
+    def _scored(self, number: int, label: str, job: Score) -> tuple[Tensor, torch.cuda.Stream]:
+        """How many answers are right, and the stream that counts them."""
         if job.net not in self._forwards:
             lanes = self.slots.lanes
             self._forwards[job.net] = Forwards(lanes[number % len(lanes)])
         stream = self._forwards[job.net].lane.stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with on(stream):
-            self._hits_of[number] = self._hits(job)
+        with self._named(label), on(stream):
+            return self._hits(job), stream
 
     def _together(self, batch: list[Waiting]) -> dict[int, Any]:
         training = [w for w in batch if isinstance(w[2], (Fit, Loop)) and w[2].steps]
         answers = self._train(training) | self._estimate(batch)
-        scores = [(number, job) for number, _, job in batch if isinstance(job, Score)]
-        here = torch.cuda.current_stream(self.device)
-        for stream in {self._forwards[job.net].lane.stream for _, job in scores}:
-            here.wait_stream(stream)
         for number, label, job in batch:
             if number not in answers and not isinstance(job, Score):
                 answers[number] = self._do(label, job)
-        if scores:
+        sizes = {number: job.split.size for number, _, job in batch if isinstance(job, Score)}
+        if sizes:
             self.settle()
-            counts = self._read([self._hits_of.pop(number) for number, _ in scores])
-            answers |= {number: count / job.split.size for (number, job), count in zip(scores, counts, strict=True)}
+            hits, streams = zip(*map(self._scores.pop, sizes), strict=True)
+            here = torch.cuda.current_stream(self.device)
+            for stream in set(streams):
+                here.wait_stream(stream)
+            answers |= {n: count / size for (n, size), count in zip(sizes.items(), self._read(hits), strict=True)}
         return answers
 
     def _estimate(self, batch: list[Waiting]) -> dict[int, Any]:
@@ -302,12 +310,13 @@ class CudaEngine(LocalEngine):
         return torch.stack(list(numbers)).tolist()
 
     def _make_room(self, clients: int, label: str, error: Exception) -> None:
-        """After the card's memory was found full with so many clients in training."""
+        """After the card's memory was found full with so many clients under way."""
         if not clients and not (len(self.slots) or any(self._stacks.values())):
             raise RuntimeError(f"{label}: the GPU's memory is too small for one client ({error})") from error
         self.forget()
-        self.at_once = self.crowd = max(1, clients or self.at_once // 2)
-        self._tell(f"GPU memory is full: from now on {self.at_once} clients train at a time")
+        self.crowd = max(1, clients or self.at_once // 2)
+        self.at_once = min(self.at_once, self.crowd)
+        self._tell(f"GPU memory is full: from now on {self.crowd} clients are under way at a time")
 
     @staticmethod
     def _queue(replays: Sequence[Replay], steps: int) -> None:
