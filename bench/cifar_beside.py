@@ -7,9 +7,9 @@ first. The same command goes on where the last one was cut short; what is finish
 
     python bench/cifar.py --collect DIR/*
 
-One run leaves a third of a card idle while Python prepares; three or four fill it. They share it through NVIDIA's MPS
-where that is installed. A card that is shared so refuses memory now and then to a process that has just begun; such a
-process is started again. Options that are not named below go to bench/cifar.py.
+One run leaves about a quarter of a card idle while Python prepares; three or four fill it. They share it through
+NVIDIA's MPS where that is installed. A card that is shared so refuses memory now and then to a process that has just
+begun; such a process is started again. Options that are not named below go to bench/cifar.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost
-from .jobs import Fit, Job, Loop, Recalibrate, Recipe, Score
+from .jobs import Fit, Job, Loop, Recalibrate, Recipe, Score, Waiting
 from .local import Cannot, LocalEngine, Memory
 from .loops import LoopReplay, LoopSlot, OwnStep
 from .outfit import fit_out
 from .replay import FitSlot, Forwards, Lane, Replay, Step, no_garbage, on
 from .shelf import Shelf
 from .slots import Slots
-from .stack import StackSlot, stacking_pays
+from .stack import FEWEST, StackSlot, equals, stacking_pays
 from .steps import Estimate, fit_step
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
@@ -39,11 +39,9 @@ AHEAD = 32  # steps in the card's queue while a step is captured, which takes as
 SLACK = 1.3  # the most that a network's training memory may be underestimated by
 WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for a captured step
 CROWD = 128  # the most clients whose work is under way at once
-FEWEST = 4  # clients that are worth a stack
 MOST_STACKS = 8  # kept
 MEMORIES = 0.25  # of the card's memory that what clients keep may take
 SHARE = 0.4  # of the card's memory that must be free to get ready for the next round
-Waiting = tuple[int, str, Job]  # a coroutine's number, its label and the job it awaits
 
 
 class CudaEngine(LocalEngine):
@@ -389,19 +387,6 @@ class CudaEngine(LocalEngine):
         if kind not in self._told:
             self._told.add(kind)
             self._say(text)
-
-
-def equals(batch: Sequence[Waiting]) -> list[list[Waiting]]:
-    """The fits among these that differ in nothing but weights and batches, where there are enough to be stacked."""
-    groups: dict[Hashable, list[Waiting]] = {}
-    for waiting in batch:
-        job = waiting[2]
-        if isinstance(job, Fit) and job.loss is None:
-            stream = job.stream
-            same = (job.net.space, job.net.arch, job.train, job.local, stream.augment, stream.shape, job.steps)
-            kind = (job.lr, job.pull, job.shift is None, bool(job.anchor), bool(job.push), id(stream.split.images))
-            groups.setdefault((*same, *kind), []).append(waiting)
-    return [group for group in groups.values() if len(group) >= FEWEST]
 
 
 def _wake_libraries(device: torch.device) -> None:

@@ -111,3 +111,6 @@ class Recalibrate(Job):
     net: nn.Module
     stream: Stream
     batches: int
+
+
+Waiting = tuple[int, str, Job]  # the number of some work, its label and the job it awaits

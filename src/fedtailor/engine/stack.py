@@ -8,7 +8,7 @@ matrix products, matrix products batched ones. Clients never mix, so the gradien
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import chain
 
@@ -22,10 +22,11 @@ from ..kernels.compiling import plain
 from ..kernels.norm import ACTS_OF_TORCH
 from ..spaces.layers import Counted, counter_start
 from ..spaces.measure import tensors_of
-from .jobs import Fit
+from .jobs import Fit, Waiting
 from .replay import CHUNK, FitSlot, Lane, Replay, Step, on, start_state
 from .steps import objective, pull_, push_
 
+FEWEST = 4  # clients that are worth a stack
 BUFFER = 512 << 20  # bytes that batches prepared ahead may take
 TRIAL = 4  # steps to tell which way is faster
 BEGIN = 4e-4  # seconds that Python takes to begin and end a job that runs by itself
@@ -213,3 +214,16 @@ def stacking_pays(stack: StackSlot, trial: Sequence[FitSlot], clients: int, step
         slot.blank()
     side_by_side = seconds(trial) / len(trial) + BEGIN
     return seconds([stack]) < side_by_side * clients
+
+
+def equals(batch: Sequence[Waiting]) -> list[list[Waiting]]:
+    """The fits among these that differ in nothing but weights and batches, where there are enough to be stacked."""
+    groups: dict[Hashable, list[Waiting]] = {}
+    for waiting in batch:
+        job = waiting[2]
+        if isinstance(job, Fit) and job.loss is None:
+            stream = job.stream
+            same = (job.net.space, job.net.arch, job.train, job.local, stream.augment, stream.shape, job.steps)
+            kind = (job.lr, job.pull, job.shift is None, bool(job.anchor), bool(job.push), id(stream.split.images))
+            groups.setdefault((*same, *kind), []).append(waiting)
+    return [group for group in groups.values() if len(group) >= FEWEST]
