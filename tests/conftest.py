@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import cuda_on_cpu
-from fedtailor.kernels import blocks, columns, depthwise, gates, mixing, norm, random
+from fedtailor.kernels import blocks, columns, depthwise, gates, layout, mixing, norm, random
 
 torch.set_num_threads(1)
 os.environ["FEDTAILOR_CACHE"] = "off"
-ROOMS = (blocks, columns, depthwise, gates, mixing, norm, random)
+ROOMS = (blocks, columns, depthwise, gates, layout, mixing, norm, random)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no g++ here")
 
@@ -24,8 +24,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "cpu":
         for room in ROOMS:
             for name in ("compiled", "launch", "applies"):
-                monkeypatch.setattr(room, name, getattr(cuda_on_cpu, name))
-            if room is not depthwise:
+                if hasattr(room, name):
+                    monkeypatch.setattr(room, name, getattr(cuda_on_cpu, name))
+            if room not in (depthwise, layout):
                 monkeypatch.setattr(room, "THREADS", 64)
         monkeypatch.setattr(depthwise, "BLOCKS", 8)
         yield "cpu"

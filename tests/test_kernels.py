@@ -5,6 +5,8 @@ The kernels' sources also run on a processor, thread by thread, so that what the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from fedtailor.kernels.columns import Window, patches
 from fedtailor.kernels.compiling import is_plain, plain
 from fedtailor.kernels.depthwise import Depthwise, Shape, depthwise
 from fedtailor.kernels.gates import channel_gates
+from fedtailor.kernels.layout import Pointwise, by_channel, laid_by_channel, pooled
 from fedtailor.kernels.norm import Rule, batch_norm
 from fedtailor.kernels.random import uniform
 from fedtailor.spaces.layers import Dropout
@@ -86,17 +89,23 @@ def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 1
 
 
+LAYOUTS = pytest.mark.parametrize("lay", [torch.clone, laid_by_channel], ids=["by image", "by channel"])
+Lay = Callable[[Tensor], Tensor]
+
+
+@LAYOUTS
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_compute_what_torch_computes(shape: tuple[int, ...], device: str) -> None:
+def test_kernels_compute_what_torch_computes(shape: tuple[int, ...], lay: Lay, device: str) -> None:
     x, weight = problem(shape, device)
     stride, dilation, _, relu = shape[5:]
-    ours = depthwise(x, weight, stride, dilation, bool(relu))
+    ours = depthwise(lay(x), weight, stride, dilation, bool(relu))
+    assert by_channel(ours) == by_channel(lay(x))
     with plain():
         theirs = depthwise(x, weight, stride, dilation, bool(relu))
     assert type(ours.grad_fn) is not type(theirs.grad_fn), "the kernels were not used"
     torch.testing.assert_close(ours, theirs)
     torch.manual_seed(1)
-    towards = torch.randn_like(ours)
+    towards = torch.randn(ours.shape).to(ours)
     for mine, other in zip(*(torch.autograd.grad(y, (x, weight), towards) for y in (ours, theirs)), strict=True):
         assert float((mine - other).norm()) <= 5e-6 * float(other.norm()) + 1e-6
 
@@ -138,15 +147,16 @@ def test_large_images_are_left_to_torch(device: str) -> None:
 Parts = dict[str, Tensor]
 
 
-def normed(x: Tensor, parts: Parts, act: str) -> tuple[Tensor, Parts]:
+def normed(x: Tensor, parts: Parts, act: str, lay: Lay = torch.clone) -> tuple[Tensor, Parts]:
     """Output, new statistics and gradients of a norm in training."""
     running = {"mean": torch.full_like(parts["weight"], 0.3), "variance": torch.full_like(parts["weight"], 2.0)}
-    y = batch_norm(x, parts["weight"], parts["bias"], Rule((running["mean"], running["variance"]), 0.1, 1e-5, act))
+    y = batch_norm(lay(x), parts["weight"], parts["bias"], Rule((running["mean"], running["variance"]), 0.1, 1e-5, act))
     torch.manual_seed(2)
     names, inputs = ("x", *parts), (x, *parts.values())
-    return y, running | dict(zip(names, torch.autograd.grad(y, inputs, torch.randn_like(y)), strict=True))
+    return y, running | dict(zip(names, torch.autograd.grad(y, inputs, torch.randn(y.shape).to(y)), strict=True))
 
 
+@LAYOUTS
 @pytest.mark.parametrize(
     ("shape", "act"),
     [
@@ -161,11 +171,11 @@ def normed(x: Tensor, parts: Parts, act: str) -> tuple[Tensor, Parts]:
         ((32, 2, 8, 8), "relu"),
     ],
 )
-def test_norms_compute_what_torch_computes(shape: tuple[int, ...], act: str, device: str) -> None:
+def test_norms_compute_what_torch_computes(shape: tuple[int, ...], act: str, lay: Lay, device: str) -> None:
     torch.manual_seed(0)
     x = (3 * torch.randn(shape, device=device) + 5).requires_grad_()
     parts = {n: torch.randn(shape[1], device=device, requires_grad=True) for n in ("weight", "bias")}
-    ours, mine = normed(x, parts, act)
+    ours, mine = normed(x, parts, act, lay)
     with plain():
         theirs, others = normed(x, parts, act)
     assert type(ours.grad_fn) is not type(theirs.grad_fn), "the kernels were not used"
@@ -195,8 +205,9 @@ GATES = [(3, 12, 4, 16, 16), (4, 40, 12, 4, 4), (5, 17, 3, 5, 7), (1, 8, 8, 1, 1
 GATES += [(1, 1031, 5, 1, 1)]  # more columns than threads
 
 
+@LAYOUTS
 @pytest.mark.parametrize("shape", GATES)
-def test_gates_compute_what_torch_computes(shape: tuple[int, ...], device: str) -> None:
+def test_gates_compute_what_torch_computes(shape: tuple[int, ...], lay: Lay, device: str) -> None:
     images, many, few, height, width = shape
     torch.manual_seed(0)
     x = torch.randn(images, many, height, width, device=device, requires_grad=True)
@@ -205,15 +216,47 @@ def test_gates_compute_what_torch_computes(shape: tuple[int, ...], device: str) 
     tensors[3].data.mul_(0.5)
 
     def both() -> tuple[Tensor, ...]:
-        y = channel_gates(*tensors)
+        y = channel_gates(lay(x), *tensors[1:])
         torch.manual_seed(1)
-        return y.detach(), *torch.autograd.grad(y, tensors, torch.randn_like(y))
+        return y.detach(), *torch.autograd.grad(y, tensors, torch.randn(y.shape).to(y))
 
     ours = both()
     with plain():
         theirs = both()
     for mine, other in zip(ours, theirs, strict=True):
         assert float((mine - other).norm()) <= 1e-5 * float(other.norm()) + 1e-6
+
+
+def test_layouts_say_how_planes_lie() -> None:
+    x = torch.randn(3, 4, 2, 5)
+    assert not by_channel(x)
+    laid = laid_by_channel(x)
+    assert by_channel(laid)
+    assert torch.equal(laid, x)
+    assert by_channel(laid + laid)
+    assert not by_channel(x.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    pool = torch.nn.AvgPool2d(2, ceil_mode=True)
+    assert by_channel(pooled(pool, laid))
+    torch.testing.assert_close(pooled(pool, laid), pool(x))
+
+
+@LAYOUTS
+def test_pointwise_convolutions_compute_what_torch_computes(lay: Lay, device: str) -> None:
+    torch.manual_seed(0)
+    layer, x = Pointwise(5, 7).to(device), torch.randn(3, 5, 4, 6, device=device, requires_grad=True)
+    like = torch.nn.Conv2d(5, 7, 1, bias=False).to(device)
+    like.load_state_dict(layer.state_dict())
+
+    def both(convolve: torch.nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        y = convolve(x)
+        torch.manual_seed(1)
+        inputs = (x, *convolve.parameters())
+        return y, *torch.autograd.grad(y, inputs, torch.randn(y.shape).to(y))
+
+    ours, theirs = both(layer, lay(x)), both(like, x)
+    assert by_channel(ours[0]) == by_channel(lay(x))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 def test_one_value_a_channel_cannot_be_normalised(device: str) -> None:

@@ -19,6 +19,7 @@ from torch.func import functional_call, vmap
 from ..data.batches import joint_batches, joint_order
 from ..kernels.columns import Window, patches
 from ..kernels.compiling import plain
+from ..kernels.layout import Pointwise
 from ..kernels.norm import ACTS_OF_TORCH
 from ..spaces.layers import Counted, counter_start
 from ..spaces.measure import tensors_of
@@ -39,7 +40,7 @@ class Stacked:
     def __init__(self, key: Step, net: nn.Module, places: int) -> None:
         self.key, self.net, self.places, self.local = key, net.train(), places, key.local
         for module in net.modules():
-            if type(module) is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros":
+            if type(module) in (nn.Conv2d, Pointwise) and module.groups == 1 and module.padding_mode == "zeros":
                 module.forward = partial(convolve, module, places)  # type: ignore[assignment]
             elif isinstance(module, nn.BatchNorm2d) and module.momentum is not None:
                 module.forward = partial(normalise, module)  # type: ignore[assignment]

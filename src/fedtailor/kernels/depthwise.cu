@@ -3,12 +3,24 @@
 // A block reads whole planes (one channel of one image) into shared memory once, with their border of zeros; a thread
 // computes a strip of Q values below each other, so that neighbouring threads touch neighbouring columns.
 // H and W are the input's size, OH and OW the output's, K the side of the filters, S the stride, D the dilation,
-// M how many filters read each plane, P planes in a block at a time, T threads. All of them are set by the compiler.
+// M how many filters read each plane, P planes in a block at a time, T threads, and BY_CHANNEL says whether planes lie
+// channel by channel or image by image. All of them are set by the compiler.
 
 constexpr int Q = 4;
 constexpr int PAD = D * (K / 2);
 constexpr int PH = H + 2 * PAD, PW = W + 2 * PAD, PLANE = PH * PW;
 constexpr int TILE = P * PLANE + Q * S * PW;
+
+// Planes of a tensor with so many channels, and what they are planes of.
+__device__ inline int plane_of(int image, int channel, int channels, int batch) {
+    return BY_CHANNEL ? channel * batch + image : image * channels + channel;
+}
+__device__ inline int image_of(int plane, int channels, int batch) {
+    return BY_CHANNEL ? plane % batch : plane / channels;
+}
+__device__ inline int channel_of(int plane, int channels, int batch) {
+    return BY_CHANNEL ? plane / batch : plane % channels;
+}
 
 __device__ inline float clipped(float v) { return RELU && v < 0.f ? 0.f : v; }
 
@@ -69,18 +81,19 @@ __device__ inline void convolve(const float* filter, const float* corner, float 
 
 // y[n, m * C + c] = x[n, c] * w[m * C + c]
 extern "C" __global__ void __launch_bounds__(T) forward(const float* __restrict__ x, const float* __restrict__ w,
-                                                         float* __restrict__ y, int channels, int planes) {
+                                                         float* __restrict__ y, int channels, int batch) {
     constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW;
     __shared__ float tile[TILE];
-    const int first = blockIdx.x * P;
+    const int first = blockIdx.x * P, planes = channels * batch;
     fill(tile, [&](int p, int place) { return first + p < planes ? padded(x + (first + p) * (H * W), place) : 0.f; });
     for (int i = threadIdx.x; i < P * M * ITEMS; i += T) {
         const int p = i / (M * ITEMS), m = i / ITEMS % M, r = i % ITEMS / OW * Q, c = i % OW;
         if (first + p >= planes) break;
-        const int image = (first + p) / channels, channel = m * channels + (first + p) % channels;
+        const int channel = m * channels + channel_of(first + p, channels, batch);
+        const int to_plane = plane_of(image_of(first + p, channels, batch), channel, M * channels, batch);
         float sum[Q] = {};
         convolve<S, false>(w + channel * (K * K), tile + p * PLANE + r * S * PW + c * S, sum);
-        float* to = y + ((image * M * channels + channel) * OH + r) * OW + c;
+        float* to = y + (to_plane * OH + r) * OW + c;
 #pragma unroll
         for (int q = 0; q < Q; ++q)
             if (r + q < OH) to[q * OW] = sum[q];
@@ -90,24 +103,25 @@ extern "C" __global__ void __launch_bounds__(T) forward(const float* __restrict_
 // The gradient of x: that of y, spread over the input's size, with the filters turned around; summed over filters.
 extern "C" __global__ void __launch_bounds__(T) images(const float* __restrict__ dy, const float* __restrict__ w,
                                                         const float* __restrict__ x, float* __restrict__ dx,
-                                                        int channels, int planes) {
+                                                        int channels, int batch) {
     constexpr int STRIPS = (H + Q - 1) / Q, ITEMS = STRIPS * W;
     constexpr int ROUNDS = (P * ITEMS + T - 1) / T;
     __shared__ float tile[TILE];
-    const int first = blockIdx.x * P;
+    const int first = blockIdx.x * P, planes = channels * batch;
     float sum[ROUNDS][Q] = {};
     for (int m = 0; m < M; ++m) {
         if (m) __syncthreads();
         fill(tile, [&](int p, int place) {
-            const int image = (first + p) / channels, channel = m * channels + (first + p) % channels;
-            return first + p < planes ? spread(dy + (image * M * channels + channel) * (OH * OW), place) : 0.f;
+            const int image = image_of(first + p, channels, batch), channel = channel_of(first + p, channels, batch);
+            const int from = plane_of(image, m * channels + channel, M * channels, batch);
+            return first + p < planes ? spread(dy + from * (OH * OW), place) : 0.f;
         });
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
             const int i = threadIdx.x + round * T;
             const int p = i / ITEMS, r = i % ITEMS / W * Q, c = i % W;
             if (p >= P || first + p >= planes) break;
-            const float* filter = w + (m * channels + (first + p) % channels) * (K * K);
+            const float* filter = w + (m * channels + channel_of(first + p, channels, batch)) * (K * K);
             convolve<1, true>(filter, tile + p * PLANE + r * PW + c, sum[round]);
         }
     }
@@ -134,12 +148,13 @@ extern "C" __global__ void __launch_bounds__(T) filters(const float* __restrict_
     for (int first = blockIdx.y * P; first < batch; first += gridDim.y * P) {
         __syncthreads();
         fill(tile, [&](int p, int place) {
-            return first + p < batch ? padded(x + ((first + p) * channels + channel) * (H * W), place) : 0.f;
+            const int from = plane_of(first + p, channel, channels, batch);
+            return first + p < batch ? padded(x + from * (H * W), place) : 0.f;
         });
         for (int i = threadIdx.x; i < P * ITEMS; i += T) {
             const int p = i / ITEMS, r = i % ITEMS / OW * Q, c = i % OW;
             if (first + p >= batch) break;
-            const float* from = dy + (((first + p) * M * channels + filter) * OH + r) * OW + c;
+            const float* from = dy + (plane_of(first + p, filter, M * channels, batch) * OH + r) * OW + c;
             float g[Q];
 #pragma unroll
             for (int q = 0; q < Q; ++q) g[q] = r + q < OH ? from[q * OW] : 0.f;

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .compiling import Kernels, applies, compiled, gradients, launch
+from .layout import by_channel, empty_like_laid, laid_like
 
 THREADS = 128
 SHARED = 48 << 10  # bytes of shared memory that any card gives a block
@@ -31,6 +32,7 @@ class Shape(NamedTuple):
     dilation: int
     filters: int  # that read each channel
     relu: bool
+    by_channel: bool = False  # how planes lie
 
     @property
     def out(self) -> tuple[int, int]:
@@ -61,6 +63,7 @@ def _kernels(shape: Shape, device: torch.device) -> Kernels | None:
     height, width = shape.out
     values = {"H": shape.height, "W": shape.width, "OH": height, "OW": width, "K": shape.kernel, "S": shape.stride}
     values |= {"D": shape.dilation, "M": shape.filters, "RELU": int(shape.relu), "P": shape.planes, "T": THREADS}
+    values |= {"BY_CHANNEL": int(shape.by_channel)}
     return compiled("depthwise", NAMES, device, **values)
 
 
@@ -70,8 +73,8 @@ class _Depthwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, shape: Shape, kernels: Kernels) -> Tensor:
         n, c = x.shape[:2]
-        y = x.new_empty((n, len(weight), *shape.out))
-        launch(kernels["forward"], (math.ceil(n * c / shape.planes), 1), THREADS, x, weight, y, c, n * c)
+        y = empty_like_laid(x, len(weight), *shape.out)
+        launch(kernels["forward"], (math.ceil(n * c / shape.planes), 1), THREADS, x, weight, y, c, n)
         ctx.save_for_backward(x, weight)
         ctx.shape, ctx.kernels = shape, kernels
         return y
@@ -80,13 +83,13 @@ class _Depthwise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         shape, kernels = ctx.shape, ctx.kernels
-        (n, c), dy, dx, dw = x.shape[:2], grads[0].contiguous(), None, None
+        (n, c), dy, dx, dw = x.shape[:2], laid_like(grads[0], x), None, None
         if torch.is_grad_enabled():  # somebody differentiates twice
             needed = ctx.needs_input_grad[:2]
             return *gradients(_by_torch(x, weight, shape), (x, weight), needed, dy), None, None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x)
-            launch(kernels["images"], (math.ceil(n * c / shape.planes), 1), THREADS, dy, weight, x, dx, c, n * c)
+            launch(kernels["images"], (math.ceil(n * c / shape.planes), 1), THREADS, dy, weight, x, dx, c, n)
         if ctx.needs_input_grad[1]:
             groups = min(math.ceil(n / shape.planes), math.ceil(BLOCKS / len(weight)))
             parts = weight.new_empty((groups, *weight.shape))
@@ -105,11 +108,11 @@ def _by_torch(x: Tensor, weight: Tensor, shape: Shape) -> Tensor:
 def depthwise(x: Tensor, weight: Tensor, stride: int, dilation: int, relu: bool = False) -> Tensor:
     """Filters m * C + c on channel c of x, after a ReLU if asked for, with a border of zeros that keeps the size."""
     height, width = x.shape[2:]
-    shape = Shape(height, width, weight.shape[-1], stride, dilation, len(weight) // x.shape[1], relu)
+    shape = Shape(height, width, weight.shape[-1], stride, dilation, len(weight) // x.shape[1], relu, by_channel(x))
     if applies(x, weight) and shape.small and x.numel() * shape.filters < 1 << 31:
         kernels = _kernels(shape, x.device)
         if kernels is not None:
-            return _Depthwise.apply(x.contiguous(), weight.contiguous(), shape, kernels)  # type: ignore[return-value]
+            return _Depthwise.apply(laid_like(x, x), weight.contiguous(), shape, kernels)  # type: ignore[return-value]
     return _by_torch(x, weight, shape)
 
 

@@ -2,8 +2,8 @@
 //
 // A block of threads takes one image from end to end: its planes (one channel each) are small enough to be read twice. In
 // loops over planes `lanes` threads share one and read V values each; of weights a thread reads U values at a time, and
-// many reads are under way at once: most of the time is spent waiting for them. V, U, T and MOST, the most channels, are
-// set by the compiler. W1 is [few, many], W2 [many, few].
+// many reads are under way at once: most of the time is spent waiting for them. V, U, T, MOST, the most channels, and
+// BY_CHANNEL, how planes lie, are set by the compiler. W1 is [few, many], W2 [many, few].
 
 template <int SIZE>
 struct alignas(4 * SIZE) Values {
@@ -27,7 +27,8 @@ __device__ inline float summed(float v, int lanes) {
     for (int first = 0; first < many; first += T / lanes) {               \
         const int c = first + threadIdx.x / lanes, lane = threadIdx.x % lanes; \
         const bool there = c < many;                                      \
-        const long begin = (long(blockIdx.x) * many + c) * size, end = there ? begin + size : begin;
+        const long begin = (BY_CHANNEL ? long(c) * gridDim.x + blockIdx.x : long(blockIdx.x) * many + c) * size, \
+                   end = there ? begin + size : begin;
 
 // take(r, sum over i of w[r, i] * vector[i]) for all rows. `share` threads take a row, and R rows at a time.
 template <typename Take>

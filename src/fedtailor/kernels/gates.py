@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .compiling import Kernels, applies, compiled, gradients, launch
+from .layout import by_channel, laid_like
 from .norm import lanes, values
 
 THREADS = 1024
@@ -35,7 +36,7 @@ class _Gates(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody differentiates twice
             inputs = (x, w1, b1, w2, b2)
             return *gradients(_by_torch(*inputs), inputs, ctx.needs_input_grad[:5], grads[0]), None
-        dy, kernels, (many, few) = grads[0].contiguous(), ctx.kernels, w2.shape
+        dy, kernels, (many, few) = laid_like(grads[0], x), ctx.kernels, w2.shape
         dx, dz, dhidden = torch.empty_like(x), torch.empty_like(z), torch.empty_like(hidden)
         launch(kernels["images"], (len(x), 1), THREADS, dy, x, w1, w2, hidden, z, dx, dz, dhidden, *ctx.sizes)
         out = x.new_empty(2 * many * few + few + many)
@@ -59,7 +60,8 @@ def channel_gates(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> 
     """x * hard_sigmoid(w2 relu(w1 mean(x) + b1) + b2), the mean over positions."""
     if applies(x, w1, b1, w2, b2) and max(w2.shape) <= MOST:
         kinds = {"V": values(math.prod(x.shape[2:])), "U": _at_once(w1, w2), "T": THREADS, "MOST": MOST}
+        kinds |= {"BY_CHANNEL": int(by_channel(x))}
         kernels = compiled("gates", NAMES, x.device, **kinds)
         if kernels is not None:
-            return _Gates.apply(x.contiguous(), w1, b1, w2, b2, kernels)  # type: ignore[return-value]
+            return _Gates.apply(laid_like(x, x), w1, b1, w2, b2, kernels)  # type: ignore[return-value]
     return _by_torch(x, w1, b1, w2, b2)

@@ -1,7 +1,8 @@
 // Batch normalisation of a training step, with the activation that follows it.
 //
 // A block has a channel; LANES threads at a time walk along a plane (one channel of one image), reading V values each.
-// ACT, V and T are set by the compiler; a size is that of a plane.
+// Where planes lie channel by channel, all of a channel's are walked along as one. ACT, V and T are set by the compiler; a
+// size is that of a plane.
 
 struct alignas(4 * V) Some {
     float v[V];

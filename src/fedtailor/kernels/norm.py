@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .compiling import Kernels, applies, compiled, gradients, launch
+from .layout import by_channel, laid_like
 
 THREADS = 512  # of a block, at most
 EACH = 16  # values that a thread should have at least: idle ones keep other networks' blocks waiting
@@ -41,10 +42,9 @@ class _Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule, kernels: Kernels
     ) -> Tensor:
         y, seen = torch.empty_like(x), x.new_empty((2, x.shape[1]))
-        size = math.prod(x.shape[2:])
-        ctx.sizes = sizes = (x.shape[1], len(x), size, lanes(size))
+        ctx.sizes = sizes = stretches(x)
         how = rule.layers(x.shape[1]), float(rule.momentum), float(rule.eps)
-        shape = (x.shape[1], 1), threads(len(x) * size)
+        shape = (x.shape[1], 1), threads(x.numel() // x.shape[1])
         launch(kernels["forward"], *shape, x, weight, bias, y, seen, *rule.running, *sizes, *how)
         ctx.save_for_backward(x, weight, bias, seen)
         ctx.rule, ctx.kernels = rule, kernels
@@ -58,10 +58,18 @@ class _Norm(torch.autograd.Function):
             return *gradients(y, (x, weight, bias), ctx.needs_input_grad[:3], grads[0]), None, None
         dx, both = torch.empty_like(x), None if weight is None else torch.empty_like(seen)
         dweight, dbias = (None, None) if both is None else both.unbind()
-        tensors = (grads[0].contiguous(), x, weight, bias, seen, dx, dweight, dbias)
+        tensors = (laid_like(grads[0], x), x, weight, bias, seen, dx, dweight, dbias)
         channels, batch, size, _ = ctx.sizes
         launch(ctx.kernels["backward"], (channels, 1), threads(batch * size), *tensors, *ctx.sizes)
         return dx, dweight, dbias, None, None
+
+
+def stretches(x: Tensor) -> tuple[int, int, int, int]:
+    """Channels, how many stretches of memory each has, how long these are, and how many threads walk along one."""
+    channels, size = x.shape[1], math.prod(x.shape[2:])
+    if by_channel(x):
+        return channels, 1, len(x) * size, threads(len(x) * size)
+    return channels, len(x), size, lanes(size)
 
 
 def lanes(size: int) -> int:
@@ -82,14 +90,19 @@ def values(size: int) -> int:
 
 def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule) -> Tensor:
     """A training step's normalisation of [images, channels, height, width], and what follows it."""
-    size = math.prod(x.shape[2:])
-    fits = 1 < len(x) * size <= LARGEST and (weight is None) == (bias is None)
-    if fits and applies(x, weight, bias, *rule.running) and not _channels_last(x):
-        kinds = {"ACT": ACTS[rule.act], "V": values(size), "T": threads(len(x) * size)}
+    fits = small(x) and (weight is None) == (bias is None)
+    if fits and applies(weight, bias, *rule.running) and not _channels_last(x):
+        count = x.numel() // x.shape[1]
+        kinds = {"ACT": ACTS[rule.act], "V": values(stretches(x)[2]), "T": threads(count)}
         kernels = compiled("norm", ("forward", "backward"), x.device, **kinds)
         if kernels is not None:
-            return _Norm.apply(x.contiguous(), weight, bias, rule, kernels)  # type: ignore[return-value]
+            return _Norm.apply(laid_like(x, x), weight, bias, rule, kernels)  # type: ignore[return-value]
     return _by_torch(x, weight, bias, rule)
+
+
+def small(x: Tensor) -> bool:
+    """Whether the kernels take images of this size."""
+    return 1 < x.numel() // x.shape[1] <= LARGEST and applies(x)
 
 
 def _channels_last(x: Tensor) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..kernels.depthwise import Depthwise
 from ..kernels.gates import channel_gates
-from ..kernels.norm import ACTS, BatchNorm
+from ..kernels.layout import Pointwise, laid_by_channel
+from ..kernels.norm import ACTS, BatchNorm, small
 from ..kernels.random import uniform
 from .base import Block
 
@@ -102,11 +103,12 @@ class ConvNorm(nn.Sequential):
         act: str = "relu",
         norm: Norm = "batch",
     ) -> None:
-        conv = (
-            Depthwise(cin, kernel, stride)
-            if groups == cin == cout
-            else nn.Conv2d(cin, cout, kernel, stride, kernel // 2, groups=groups, bias=False)
-        )
+        if groups == cin == cout:
+            conv = Depthwise(cin, kernel, stride)
+        elif kernel == stride == groups == 1:
+            conv = Pointwise(cin, cout)
+        else:
+            conv = nn.Conv2d(cin, cout, kernel, stride, kernel // 2, groups=groups, bias=False)
         layers: list[tuple[str, nn.Module]] = [("conv", conv), ("norm", norm_layer(norm, cout))]
         if act:
             layers.append(("act", activation(act)))
@@ -203,6 +205,11 @@ class InvertedResidual(nn.Module):
         self.gate = SqueezeExcite(hidden, squeezed) if squeezed else nn.Identity()
         self.project = ConvNorm(hidden, cout, 1, act="", norm=norm)
 
+    def laid(self, x: Tensor) -> Tensor:
+        """The input as its kernels want it in training: planes channel by channel."""
+        return laid_by_channel(x) if self.training and isinstance(self.project.norm, BatchNorm) and small(x) else x
+
     def forward(self, x: Tensor) -> Tensor:
+        x = self.laid(x)
         out = self.project(self.gate(self.depthwise(self.expand(x))))
         return x + out if self.shortcut else out

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..kernels.layout import Pointwise, pooled
 from ..registry import register
 from .base import Arch, Block, Dimension, Space, counted
 from .layers import Chain, ConvBlock, HeadBlock, InvertedResidual, Norm, Stem, divisible, small_strides
@@ -84,10 +85,11 @@ class _Shortcut(InvertedResidual):
         nn.init.zeros_(self.project.norm.weight)  # type: ignore[arg-type]
         # rounding up keeps odd sizes in step with the padded convolution, down to a map of 1x1
         self.pool = nn.AvgPool2d(2, ceil_mode=True) if b.stride == 2 else None
-        self.side = nn.Conv2d(b.cin, b.cout, 1, bias=False) if b.first else None
+        self.side = Pointwise(b.cin, b.cout) if b.first else None
 
     def forward(self, x: Tensor) -> Tensor:
-        side = x if self.pool is None else self.pool(x)
+        x = self.laid(x)
+        side = x if self.pool is None else pooled(self.pool, x)
         return (side if self.side is None else self.side(side)) + super().forward(x)
 
 
