@@ -202,7 +202,7 @@ def test_norms_without_weights_and_twice_differentiated(device: str) -> None:
 
 
 GATES = [(3, 12, 4, 16, 16), (4, 40, 12, 4, 4), (5, 17, 3, 5, 7), (1, 8, 8, 1, 1), (2, 200, 48, 2, 2)]
-GATES += [(1, 1031, 5, 1, 1)]  # more columns than threads
+GATES += [(1, 1031, 5, 1, 1)]  # more columns than threads, and one image a block
 
 
 @LAYOUTS

@@ -1,9 +1,10 @@
 // Channel gates (squeeze and excite): y = x * hard_sigmoid(W2 relu(W1 mean(x) + b1) + b2), and its gradients.
 //
-// A block of threads takes one image from end to end: its planes (one channel each) are small enough to be read twice. In
-// loops over planes `lanes` threads share one and read V values each; of weights a thread reads U values at a time, and
-// many reads are under way at once: most of the time is spent waiting for them. V, U, T, MOST, the most channels, and
-// BY_CHANNEL, how planes lie, are set by the compiler. W1 is [few, many], W2 [many, few].
+// A block of threads takes G images from end to end: their planes (one channel each) are small enough to be read twice, and
+// the weights, which are most of what is read where channels are many, are read once for all G. In loops over planes
+// `lanes` threads share one and read V values each; of weights a thread reads U values at a time, and many reads are under
+// way at once. V, U, T, G, MOST, the most channels, and BY_CHANNEL, how planes lie, are set by the compiler. W1 is
+// [few, many], W2 [many, few].
 
 template <int SIZE>
 struct alignas(4 * SIZE) Values {
@@ -23,75 +24,90 @@ __device__ inline float summed(float v, int lanes) {
 }
 
 // All threads of a warp stay in the loop, so that they can add up: those without a plane add nothing.
-#define PLANES                                                            \
-    for (int first = 0; first < many; first += T / lanes) {               \
-        const int c = first + threadIdx.x / lanes, lane = threadIdx.x % lanes; \
-        const bool there = c < many;                                      \
-        const long begin = (BY_CHANNEL ? long(c) * gridDim.x + blockIdx.x : long(blockIdx.x) * many + c) * size, \
-                   end = there ? begin + size : begin;
+#define PLANES                                                                                     \
+    for (int first = 0; first < G * many; first += T / lanes) {                                    \
+        const int plane = first + threadIdx.x / lanes, lane = threadIdx.x % lanes;                 \
+        const int g = BY_CHANNEL ? plane % G : plane / many, c = BY_CHANNEL ? plane / G : plane % many; \
+        const int image = blockIdx.x * G + g;                                                      \
+        const bool there = plane < G * many && image < batch;                                      \
+        const long begin = (BY_CHANNEL ? long(c) * batch + image : long(image) * many + c) * size; \
+        const long end = there ? begin + size : begin;
 
-// take(r, sum over i of w[r, i] * vector[i]) for all rows. `share` threads take a row, and R rows at a time.
+// take(g, r, sum over i of w[r, i] * vectors[g][i]) for all rows and images. `share` threads take a row, R rows at a time.
 template <typename Take>
-__device__ inline void each_row(const float* w, const float* vector, int rows, int count, int share, Take take) {
+__device__ inline void each_row(const float* w, const float* vectors, int rows, int count, int share, Take take) {
     constexpr int R = 4;
     const int abreast = T / share, lane = threadIdx.x % share;
     for (int first = 0; first < rows; first += R * abreast) {  // all threads stay in the loop, so that they can add up
         const int row = first + threadIdx.x / share;
-        float sum[R] = {};
+        float sum[R][G] = {};
         for (int i = lane * U; i < count; i += share * U) {
-            const Weights values = of(vector + i);
+            Weights values[G];
+#pragma unroll
+            for (int g = 0; g < G; ++g) values[g] = of(vectors + g * MOST + i);
 #pragma unroll
             for (int r = 0; r < R; ++r) {
                 const int there = row + r * abreast < rows ? row + r * abreast : 0;
                 const Weights weights = of(w + long(there) * count + i);
 #pragma unroll
-                for (int j = 0; j < U; ++j) sum[r] += weights.v[j] * values.v[j];
+                for (int g = 0; g < G; ++g)
+#pragma unroll
+                    for (int j = 0; j < U; ++j) sum[r][g] += weights.v[j] * values[g].v[j];
             }
         }
 #pragma unroll
-        for (int r = 0; r < R; ++r) {
-            const float total = summed(sum[r], share);
-            if (row + r * abreast < rows && lane == 0) take(row + r * abreast, total);
-        }
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int g = 0; g < G; ++g) {
+                const float total = summed(sum[r][g], share);
+                if (row + r * abreast < rows && lane == 0) take(g, row + r * abreast, total);
+            }
     }
 }
 
-// take(i, sum over r of vector[r] * w[r, i]) for all columns. Groups of threads, as long as a row, have some rows each.
+// take(g, i, sum over r of vectors[g][r] * w[r, i]) for all columns and images. Groups of threads, as long as a row, have
+// some rows each.
 template <typename Take>
-__device__ inline void each_column(const float* w, const float* vector, float* part, int rows, int count, Take take) {
+__device__ inline void each_column(const float* w, const float* vectors, float* part, int rows, int count, Take take) {
     const int across = count / U, width = across < T ? across : T, groups = T / width, group = threadIdx.x / width;
     for (int first = 0; first < across; first += width) {
         const int column = first + threadIdx.x % width;
-        Weights sum = {};
+        Weights sum[G] = {};
         if (group < groups && column < across) {
-#pragma unroll 8
+#pragma unroll 4
             for (int r = group; r < rows; r += groups) {
                 const Weights weights = of(w + long(r) * count + column * U);
 #pragma unroll
-                for (int j = 0; j < U; ++j) sum.v[j] += vector[r] * weights.v[j];
+                for (int g = 0; g < G; ++g)
+#pragma unroll
+                    for (int j = 0; j < U; ++j) sum[g].v[j] += vectors[g * MOST + r] * weights.v[j];
             }
         }
 #pragma unroll
-        for (int j = 0; j < U; ++j) part[j * T + threadIdx.x] = sum.v[j];
-        __syncthreads();
-        if (group == 0 && column < across)
+        for (int g = 0; g < G; ++g) {
 #pragma unroll
-            for (int j = 0; j < U; ++j) {
-                float total = sum.v[j];
-                for (int other = threadIdx.x + width; other < groups * width; other += width)
-                    total += part[j * T + other];
-                take(column * U + j, total);
-            }
-        __syncthreads();
+            for (int j = 0; j < U; ++j) part[j * T + threadIdx.x] = sum[g].v[j];
+            __syncthreads();
+            if (group == 0 && column < across)
+#pragma unroll
+                for (int j = 0; j < U; ++j) {
+                    float total = sum[g].v[j];
+                    for (int other = threadIdx.x + width; other < groups * width; other += width)
+                        total += part[j * T + other];
+                    take(g, column * U + j, total);
+                }
+            __syncthreads();
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(T)
     gates(const float* __restrict__ x, const float* __restrict__ w1, const float* __restrict__ b1,
           const float* __restrict__ w2, const float* __restrict__ b2, float* __restrict__ y, float* __restrict__ means,
-          float* __restrict__ hiddens, float* __restrict__ zs, int many, int few, int size, int lanes, int share) {
-    __shared__ alignas(16) float mean[MOST];
-    __shared__ alignas(16) float hidden[MOST];
+          float* __restrict__ hiddens, float* __restrict__ zs, int batch, int many, int few, int size, int lanes,
+          int share) {
+    __shared__ alignas(16) float mean[G * MOST];
+    __shared__ alignas(16) float hidden[G * MOST];
     PLANES
         float sum = 0.f;
         for (long i = begin + lane * V; i < end; i += lanes * V) {
@@ -100,25 +116,26 @@ extern "C" __global__ void __launch_bounds__(T)
             for (int j = 0; j < V; ++j) sum += s.v[j];
         }
         sum = summed(sum, lanes);
-        if (there && lane == 0) means[blockIdx.x * many + c] = mean[c] = sum / size;
+        if (there && lane == 0) means[image * many + c] = mean[g * MOST + c] = sum / size;
     }
     __syncthreads();
-    each_row(w1, mean, few, many, 32, [&](int f, float sum) {
+    each_row(w1, mean, few, many, 32, [&](int g, int f, float sum) {
         const float z = sum + b1[f];
-        hiddens[blockIdx.x * few + f] = hidden[f] = z > 0.f ? z : 0.f;
+        hidden[g * MOST + f] = z > 0.f ? z : 0.f;
+        if (blockIdx.x * G + g < batch) hiddens[(blockIdx.x * G + g) * few + f] = hidden[g * MOST + f];
     });
     __syncthreads();
-    each_row(w2, hidden, many, few, share, [&](int c, float sum) {
+    each_row(w2, hidden, many, few, share, [&](int g, int c, float sum) {
         const float z = sum + b2[c];
-        zs[blockIdx.x * many + c] = z;
-        mean[c] = gate(z);
+        if (blockIdx.x * G + g < batch) zs[(blockIdx.x * G + g) * many + c] = z;
+        mean[g * MOST + c] = gate(z);
     });
     __syncthreads();
     PLANES
         for (long i = begin + lane * V; i < end; i += lanes * V) {
             Some s = at(x, i);
 #pragma unroll
-            for (int j = 0; j < V; ++j) s.v[j] *= mean[c];
+            for (int j = 0; j < V; ++j) s.v[j] *= mean[g * MOST + c];
             *reinterpret_cast<Some*>(y + i) = s;
         }
     }
@@ -128,38 +145,38 @@ extern "C" __global__ void __launch_bounds__(T)
 extern "C" __global__ void __launch_bounds__(T)
     images(const float* __restrict__ dy, const float* __restrict__ x, const float* __restrict__ w1,
            const float* __restrict__ w2, const float* __restrict__ hiddens, const float* __restrict__ zs,
-           float* __restrict__ dx, float* __restrict__ dzs, float* __restrict__ dhiddens, int many, int few, int size,
-           int lanes) {
-    __shared__ float dz[MOST];
-    __shared__ float dhidden[MOST];
+           float* __restrict__ dx, float* __restrict__ dzs, float* __restrict__ dhiddens, int batch, int many, int few,
+           int size, int lanes) {
+    __shared__ float dz[G * MOST];
+    __shared__ float dhidden[G * MOST];
     __shared__ float part[U * T];
     PLANES
         float sum = 0.f;
         for (long i = begin + lane * V; i < end; i += lanes * V) {
-            const Some s = at(x, i), g = at(dy, i);
+            const Some s = at(x, i), d = at(dy, i);
 #pragma unroll
-            for (int j = 0; j < V; ++j) sum += s.v[j] * g.v[j];
+            for (int j = 0; j < V; ++j) sum += s.v[j] * d.v[j];
         }
         sum = summed(sum, lanes);
         if (there && lane == 0) {
-            const float z = zs[blockIdx.x * many + c];
-            dzs[blockIdx.x * many + c] = dz[c] = z > -3.f && z < 3.f ? sum / 6.f : 0.f;
+            const float z = zs[image * many + c];
+            dzs[image * many + c] = dz[g * MOST + c] = z > -3.f && z < 3.f ? sum / 6.f : 0.f;
         }
     }
     __syncthreads();
-    each_column(w2, dz, part, many, few, [&](int f, float sum) {
-        const float slope = hiddens[blockIdx.x * few + f] > 0.f ? sum : 0.f;
-        dhiddens[blockIdx.x * few + f] = dhidden[f] = slope;
+    each_column(w2, dz, part, many, few, [&](int g, int f, float sum) {
+        const int image = blockIdx.x * G + g;
+        if (image < batch) dhiddens[image * few + f] = dhidden[g * MOST + f] = hiddens[image * few + f] > 0.f ? sum : 0.f;
     });
-    each_column(w1, dhidden, part, few, many, [&](int c, float sum) {
-        dz[c] = sum / size;  // the gradient of every value that the mean is of
+    each_column(w1, dhidden, part, few, many, [&](int g, int c, float sum) {
+        dz[g * MOST + c] = sum / size;  // the gradient of every value that the mean is of
     });
     PLANES
-        const float g = there ? gate(zs[blockIdx.x * many + c]) : 0.f;
+        const float opened = there ? gate(zs[image * many + c]) : 0.f;
         for (long i = begin + lane * V; i < end; i += lanes * V) {
             Some s = at(dy, i);
 #pragma unroll
-            for (int j = 0; j < V; ++j) s.v[j] = s.v[j] * g + dz[c];
+            for (int j = 0; j < V; ++j) s.v[j] = s.v[j] * opened + dz[g * MOST + c];
             *reinterpret_cast<Some*>(dx + i) = s;
         }
     }

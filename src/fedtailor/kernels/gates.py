@@ -13,8 +13,8 @@ from .compiling import Kernels, applies, compiled, gradients, launch
 from .layout import by_channel, laid_like
 from .norm import lanes, values
 
-THREADS = 1024
-MOST = 2048  # channels
+THREADS = 512
+SIZES = ((1024, 4), (2048, 1))  # the most channels, and how many images a block then takes: shared memory holds both
 NAMES = ("gates", "images", "weights")
 
 
@@ -24,8 +24,9 @@ class _Gates(torch.autograd.Function):
         many, few = w2.shape
         y, mean, hidden, z = torch.empty_like(x), *(x.new_empty(len(x), n) for n in (many, few, many))
         size = math.prod(x.shape[2:])
-        ctx.sizes = sizes = (many, few, size, lanes(size))
-        launch(kernels["gates"], (len(x), 1), THREADS, x, w1, b1, w2, b2, y, mean, hidden, z, *sizes, lanes(few))
+        ctx.sizes = sizes = (len(x), many, few, size, lanes(size))
+        ctx.blocks = blocks = (-(-len(x) // room(many, few)[1]), 1)
+        launch(kernels["gates"], blocks, THREADS, x, w1, b1, w2, b2, y, mean, hidden, z, *sizes, lanes(few))
         ctx.save_for_backward(x, w1, b1, w2, b2, mean, hidden, z)
         ctx.kernels = kernels
         return y
@@ -38,7 +39,7 @@ class _Gates(torch.autograd.Function):
             return *gradients(_by_torch(*inputs), inputs, ctx.needs_input_grad[:5], grads[0]), None
         dy, kernels, (many, few) = laid_like(grads[0], x), ctx.kernels, w2.shape
         dx, dz, dhidden = torch.empty_like(x), torch.empty_like(z), torch.empty_like(hidden)
-        launch(kernels["images"], (len(x), 1), THREADS, dy, x, w1, w2, hidden, z, dx, dz, dhidden, *ctx.sizes)
+        launch(kernels["images"], ctx.blocks, THREADS, dy, x, w1, w2, hidden, z, dx, dz, dhidden, *ctx.sizes)
         out = x.new_empty(2 * many * few + few + many)
         everywhere = (-(-len(out) // THREADS), 1)
         launch(kernels["weights"], everywhere, THREADS, dz, hidden, dhidden, mean, out, len(x), many, few)
@@ -51,6 +52,11 @@ def _by_torch(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tens
     return x * gates[:, :, None, None]
 
 
+def room(many: int, few: int) -> tuple[int, int]:
+    """Channels that a block has shared memory for, and images that it takes."""
+    return next(size for size in SIZES if max(many, few) <= size[0])
+
+
 def _at_once(*weights: Tensor) -> int:
     """How many weights a thread may read at a time."""
     return 4 if all(w.shape[1] % 4 == 0 and w.data_ptr() % 16 == 0 for w in weights) else 1
@@ -58,8 +64,9 @@ def _at_once(*weights: Tensor) -> int:
 
 def channel_gates(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """x * hard_sigmoid(w2 relu(w1 mean(x) + b1) + b2), the mean over positions."""
-    if applies(x, w1, b1, w2, b2) and max(w2.shape) <= MOST:
-        kinds = {"V": values(math.prod(x.shape[2:])), "U": _at_once(w1, w2), "T": THREADS, "MOST": MOST}
+    if applies(x, w1, b1, w2, b2) and max(w2.shape) <= SIZES[-1][0]:
+        most, images = room(*w2.shape)
+        kinds = {"V": values(math.prod(x.shape[2:])), "U": _at_once(w1, w2), "T": THREADS, "G": images, "MOST": most}
         kinds |= {"BY_CHANNEL": int(by_channel(x))}
         kernels = compiled("gates", NAMES, x.device, **kinds)
         if kernels is not None:

@@ -2,7 +2,7 @@
 
 A plane is one channel of one image. Where all planes of a channel lie together, a 1x1 convolution is one matrix product
 over all positions of all images, and the statistics of a channel are those of one stretch of memory. Tensors keep
-torch's shape, [images, channels, height, width]; the layout is a matter of strides, which sums of two such tensors keep.
+torch's shape, [images, channels, height, width]; the layout is a matter of strides, and a sum of two such keeps it.
 """
 
 from __future__ import annotations
