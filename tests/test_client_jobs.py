@@ -108,6 +108,16 @@ def test_a_network_built_without_weights_leaves_other_threads_theirs() -> None:
 
 
 @pytest.mark.parametrize("name", names("space"))
+def test_networks_can_be_made_of_an_arch_that_nobody_has_counted(name: str) -> None:
+    space = lookup("space", name)((3, 20, 28), 7)  # a size of its own, so that nothing of it is remembered
+    arch = space.sample(np.random.default_rng(1))
+    made = engine.LocalEngine(torch.device("cpu"), 1)._make(space, arch)
+    assert {n: t.shape for n, t in tensors_of(made).items()} == {
+        n: t.shape for n, t in tensors_of(engine.ready(space.build(arch))).items()
+    }
+
+
+@pytest.mark.parametrize("name", names("space"))
 def test_networks_made_of_copied_blocks_are_the_ones_that_would_be_built(name: str) -> None:
     space = lookup("space", name)((3, 32, 32), 10)
     arch, runs = space.sample(np.random.default_rng(0)), engine.LocalEngine(torch.device("cpu"), 1)

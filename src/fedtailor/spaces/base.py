@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..kernels.blocks import Blocks
 from ..seeds import Key, torch_seed
-from .copying import remembered
+from .copying import never_copied, remembered
 from .measure import Cost, Piece, count, tensors_of, total
 
 Arch = tuple[int, ...]
@@ -55,7 +55,8 @@ class Block(ABC):
 
 @lru_cache(maxsize=100_000)
 def _counted(block: Block, inputs: tuple[tuple[int, ...], ...]) -> Piece:
-    return count(block.build, inputs)
+    with never_copied():  # a block is counted on a device of its own
+        return count(block.build, inputs)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,16 @@ def undrawn(device: torch.device) -> Iterator[None]:
                 setattr(nn.init, name, draw)
 
 
+@contextlib.contextmanager
+def never_copied() -> Iterator[None]:
+    """Inside, blocks are built and not copied, also while a network is built: for those who count them elsewhere."""
+    device, _here.device = getattr(_here, "device", None), None
+    try:
+        yield
+    finally:
+        _here.device = device
+
+
 def remembered(build: Build) -> Build:
     """The `build` of a block; where no weights are drawn, it returns a copy of what it built before."""
 
