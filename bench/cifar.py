@@ -185,7 +185,7 @@ def train(args: argparse.Namespace, row: str, clock: Clock) -> dict[str, Any] | 
         pack(folder, args.out)
         print(f"{name}: the time is over; the same command goes on", flush=True)
         return None
-    found = result(args.federation, row, folder)
+    found = result(args.federation, row, folder) | {"beside": args.beside}
     (folder / "result.json").write_text(json.dumps(found))
     return found
 
@@ -245,6 +245,7 @@ def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
         found = {"federation": args.federation, "row": row, "lr": lr, "rounds": config.rounds, "ending": first[0]}
         found |= {"val": round(float(np.mean(ended["val"])), 5), "gpu_seconds": round(seconds, 1)}
         found |= {"precision": config.precision, "seed": config.seed, "rounds_of_row": whole, "device": facts["device"]}
+        found |= {"beside": args.beside}
         (folder / "tune.json").write_text(json.dumps(found))
     print(f"{row}: lr {rate(args, row)}", flush=True)
 
@@ -259,6 +260,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="try the rows' learning rates instead of running them")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop cleanly before so many; 0: no limit")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
+    parser.add_argument("--beside", type=int, default=1, help="runs that share the card, as the results will say")
     parser.add_argument("--engine", choices=("auto", "eager"), default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--workers", type=int, default=0, help="threads on a CPU")

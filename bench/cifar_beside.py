@@ -1,9 +1,10 @@
 """Several rows of the CIFAR-10 tables side by side on one GPU, each in a process of its own.
 
-    python bench/cifar_beside.py devices:fedrep,fedbabu devices:random-arch authors:pfedhn --minutes 9 --out DIR
+    python bench/cifar_beside.py devices:fedrep,fedbabu devices:fedavg:--seed=1 authors:pfedhn --minutes 9 --out DIR
 
-A word is a queue: a federation and its rows, one after the other. A row whose learning rate is not chosen yet is tuned
-first. The same command goes on where the last one was cut short; what is finished is collected with
+A word is a queue: a federation, its rows, one after the other, and options of bench/cifar.py for these alone. A row
+whose learning rate is not chosen yet is tuned first. The same command goes on where the last one was cut short; what is
+finished is collected with
 
     python bench/cifar.py --collect DIR/*
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,11 +54,14 @@ class Queue:
     """Rows of one federation, run one after the other until the time is over."""
 
     def __init__(self, word: str, out: Path, end: float, more: Sequence[str], environment: dict[str, str]) -> None:
-        self.federation, _, rows = word.partition(":")
+        self.federation, rows, *own = word.split(":", 2) if ":" in word else (word, "")
         self.rows = [row for row in rows.split(",") if row]
         if not self.rows:
-            sys.exit(f"'{word}' names no rows: write FEDERATION:ROW,ROW")
-        self.out, self.end, self.more, self.environment = out / word.replace(":", "-"), end, more, environment
+            sys.exit(
+                f"'{word}' names no rows: write FEDERATION:ROW,ROW or FEDERATION:ROW:--option=value,--option=value"
+            )
+        self.more = [*more, *(option for options in own for option in options.split(","))]
+        self.out, self.end, self.environment = out / re.sub(r"[^\w.]+", "-", word), end, environment
 
     def run(self) -> bool:
         """Whether all rows' processes ended well."""
@@ -83,12 +88,13 @@ class Queue:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("queues", nargs="+", metavar="FEDERATION:ROW,ROW")
+    parser.add_argument("queues", nargs="+", metavar="FEDERATION:ROW,ROW[:OPTIONS]")
     parser.add_argument("--minutes", type=float, required=True, help="stop cleanly before so many")
     parser.add_argument("--out", type=Path, default=Path("runs/cifar-out"), help="a folder of results for every queue")
     args, more = parser.parse_known_args()
     end = time.monotonic() + 60 * args.minutes
     with shared_card() as environment, ThreadPoolExecutor(len(args.queues)) as pool:
+        more += [f"--beside={len(args.queues)}"]
         queues = [Queue(word, args.out, end, more, environment) for word in args.queues]
         running = []
         for queue in queues:

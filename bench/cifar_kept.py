@@ -111,6 +111,10 @@ def best(tried: Sequence[Mapping[str, Any]]) -> float:
     return float(min(tried, key=lambda t: (-t["val"], t["lr"]))["lr"])
 
 
+def lines_of_tuning(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if "endings" not in line]
+
+
 # travelling ----------------------------------------------------------------------------------------------------------
 
 
@@ -145,18 +149,27 @@ def unpack(parts: Path, name: str, work: Path) -> None:
 
 
 def collect(folders: Sequence[Path]) -> None:
-    """Puts results into bench/results/cifar: a file per row and seed, the tuning runs, and the rates they chose."""
+    """Puts results into bench/results/cifar: a file per row and seed, the tuning runs, and the rates they chose.
+
+    A run at another rate than the one chosen for its row is kept apart.
+    """
     RESULTS.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(line) for f in folders for line in (f / "results.jsonl").read_text().splitlines()]
     tried_file = RESULTS / "tuning.jsonl"
     tried = [json.loads(line) for line in tried_file.read_text().splitlines()] if tried_file.exists() else []
+    others_file = RESULTS / "rates.jsonl"
+    others = others_file.read_text().splitlines() if others_file.exists() else []
     for line in lines:
         if "endings" in line:
+            if line["config"]["local"]["lr"] != chosen(line["federation"], line["row"], tried + lines_of_tuning(lines)):
+                others += [text for text in [json.dumps(line, sort_keys=True)] if text not in others]
+                continue
             path = RESULTS / f"{line['federation']}-{line['row']}-{line['seed']}.json"
             path.write_text(json.dumps(line, sort_keys=True) + "\n")
             print(path)
         elif line not in tried:
             tried.append(line)
+    others_file.write_text("".join(f"{text}\n" for text in others))
     tried.sort(key=lambda t: (t["federation"], t["row"], t["lr"], t["rounds"]))
     tried_file.write_text("".join(json.dumps(t, sort_keys=True) + "\n" for t in tried))
     rates: dict[str, dict[str, float]] = {}

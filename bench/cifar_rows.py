@@ -96,8 +96,8 @@ SEARCH = {"local.bn": "recalibrate", "method.deploy": "as-is"}
 ADAMW_RATES = (0.0003, 0.0005, 0.001, 0.002)
 
 
-def search(method: str, space: str, prior: bool = False, **more: Any) -> dict[str, Any]:
-    return {"method.name": method, "space.name": space, "local.prior": prior, **SEARCH, **_dotted(more)}
+def search(method: str, space: str, **more: Any) -> dict[str, Any]:
+    return {"method.name": method, "space.name": space, **NO_PRIOR, **SEARCH, **_dotted(more)}
 
 
 DEVICES = {
@@ -130,7 +130,6 @@ DEVICES = {
         hours="9.96",
         note="the paper scores after 5 local epochs, the best of all rounds",
     ),
-    "perfedrlnas-mobilenetv3-prior": Row(search("perfedrlnas", "mobilenetv3", prior=True), prior_endings(10.0)),
     "perfedrlnas-darts": Row(
         search("perfedrlnas", "darts", space__variant="full", space__channels=16, space__cells=8),
         shared_endings(10.0),
@@ -146,9 +145,7 @@ DEVICES = {
         note="AdamW, as the authors; 32 pixels instead of 192 to 288",
     ),
     "random-arch": Row(search("random-arch", "mobilenetv3"), shared_endings(10.0)),
-    "random-arch-prior": Row(search("random-arch", "mobilenetv3", prior=True), prior_endings(10.0)),
     "largest-fit": Row(search("largest-fit", "mobilenetv3"), shared_endings(10.0)),
-    "largest-fit-prior": Row(search("largest-fit", "mobilenetv3", prior=True), prior_endings(10.0)),
 }
 
 # silos --------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,8 @@ Real CIFAR-10, one GPU, from committed configurations. How to read the tables:
   Rows called *-prior* were trained with the prior in every client's loss.
 - **paper** is the published figure. No paper has this partition, these splits and this way of reporting; see the notes.
 - **GB**: all traffic of the run. **simulated h**: what the fleet's cost model says the rounds would take; **paper h**
-  is the published time. **GPU min**: measured, all seeds together, with evaluations and endings.
+  is the published time. **GPU min**: measured, all seeds together, with evaluations and endings; where runs shared the
+  card, their time divided by their number.
 """
 
 
@@ -206,7 +207,8 @@ def on_a_gpu(run: Mapping[str, Any]) -> bool:
 
 
 def gpu_minutes(runs: Iterable[Mapping[str, Any]]) -> float:
-    return sum(run["gpu_seconds"] for run in runs if on_a_gpu(run)) / 60
+    """Of runs that shared the card, each one's share."""
+    return sum(run["gpu_seconds"] / run.get("beside", 1) for run in runs if on_a_gpu(run)) / 60
 
 
 def costs(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str:

@@ -23,7 +23,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Where the kernels run: on a GPU, or their sources on a processor."""
     if request.param == "cpu":
         for room in ROOMS:
-            for name in ("compiled", "launch", "applies"):
+            for name in ("compiled", "launch", "applies", "takes"):
                 if hasattr(room, name):
                     monkeypatch.setattr(room, name, getattr(cuda_on_cpu, name))
             if room not in (depthwise, layout):

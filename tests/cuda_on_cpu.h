@@ -1,6 +1,7 @@
 // Enough of CUDA to run the kernels' sources on a processor: a thread for every thread, one block after the other.
 // Shared memory starts as something that is no number.
 #include <barrier>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -24,6 +25,9 @@ static Place blockIdx, gridDim;
 static std::unique_ptr<std::barrier<>> together;
 static std::vector<std::unique_ptr<std::barrier<>>> warps;
 static float exchanged[1024];
+
+static unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
+static float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 
 static void __syncthreads() { together->arrive_and_wait(); }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedtailor.kernels import compiling
 
-HERE, KERNELS = Path(__file__).parent, Path(compiling.__file__).parent
+HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 _built = Path(tempfile.mkdtemp(prefix="kernels-"))
 
@@ -27,11 +27,10 @@ _built = Path(tempfile.mkdtemp(prefix="kernels-"))
 def compiled(name: str, names: tuple[str, ...], device: torch.device, **values: int) -> dict[str, Any]:
     """The kernels of NAME.cu as functions of a library."""
     assert device.type == "cpu"
-    source = (KERNELS / f"{name}.cu").read_text(encoding="utf-8")
+    source = compiling.source_of(name, **values)
     shared = r"__shared__ (?:alignas\(16\) )?float (\w+)\[([^\]]*)\];"
     source = re.sub(shared, r"static float* \1 = poisoned(\2);", source)
-    parts = [f"#define {key} {value}" for key, value in values.items()]
-    parts = ['#include "cuda_on_cpu.h"', *parts, source]
+    parts = ['#include "cuda_on_cpu.h"', source]
     for kernel in names:
         found = re.search(rf"\b{kernel}\(([^)]*)\) {{", source)
         assert found, f"{name}.cu has no kernel {kernel}"
@@ -54,6 +53,10 @@ def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: compiling.
 
 def applies(*tensors: Tensor | None) -> bool:
     return not compiling.is_plain()
+
+
+def takes(images: Tensor | None, *tensors: Tensor | None) -> bool:
+    return applies(images, *tensors)
 
 
 def require_what_torch_computes(compute: Callable[[], Sequence[Tensor]], rtol: float, atol: float) -> None:

@@ -106,19 +106,19 @@ def test_rows_side_by_side_start_again_when_a_process_fails(tmp_path: Path, monk
     codes, ran = iter([1, 0, 0, 0, 0]), []
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
-        ran.append((command[command.index("--rows") + 1], "--tune" in command, command[-2:]))
+        ran.append((command[command.index("--rows") + 1], "--tune" in command, command[-3:]))
         return SimpleNamespace(returncode=next(codes))
 
     monkeypatch.setattr(beside.subprocess, "run", run)
     monkeypatch.setattr(beside.time, "sleep", lambda _: None)
     monkeypatch.setattr(beside.shutil, "which", lambda _: None)
     monkeypatch.setattr(
-        sys, "argv", ["", "devices:fedrep,local", "--minutes", "9", "--out", str(tmp_path), "--seed", "1"]
+        sys, "argv", ["", "devices:fedrep,local:--seed=1,--lr=0.05", "--minutes", "9", "--out", str(tmp_path)]
     )
     with pytest.raises(SystemExit) as ended:
         beside.main()
     assert ended.value.code == 0
-    seed = ["--seed", "1"]
+    seed = ["--beside=1", "--seed=1", "--lr=0.05"]
     assert ran[:3] == [("fedrep", True, seed), ("fedrep", True, seed), ("fedrep", False, seed)]
     assert ran[3:] == [("local", True, seed), ("local", False, seed)]
     codes = iter([1] * beside.TRIES)

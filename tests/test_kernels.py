@@ -5,7 +5,7 @@ The kernels' sources also run on a processor, thread by thread, so that what the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -225,6 +225,38 @@ def test_gates_compute_what_torch_computes(shape: tuple[int, ...], lay: Lay, dev
         theirs = both()
     for mine, other in zip(ours, theirs, strict=True):
         assert float((mine - other).norm()) <= 1e-5 * float(other.norm()) + 1e-6
+
+
+def halved(compute: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> None:
+    """Whether what is computed of images in bfloat16 is what is computed of the same numbers in single precision."""
+    torch.manual_seed(3)
+    inputs = [x.detach().bfloat16().requires_grad_(), x.detach().bfloat16().float().requires_grad_()]
+    towards = torch.randn(compute(inputs[1]).shape).to(x.device).bfloat16()
+    found = []
+    for images in inputs:
+        y = compute(images)
+        assert y.dtype == images.dtype
+        found.append((y.detach(), *torch.autograd.grad(y, (images, *weights), towards.to(y.dtype))))
+    for mine, other in zip(*found, strict=True):
+        assert float((mine.float() - other).norm()) <= 4e-3 * float(other.norm()) + 1e-3
+
+
+@LAYOUTS
+def test_images_may_be_in_bfloat16(lay: Lay, device: str) -> None:
+    for shape in SHAPES[1:4]:
+        x, weight = problem(shape, device)
+        stride, dilation, _, relu = shape[5:]
+        halved(lambda x, w=weight, s=stride, d=dilation, r=relu: depthwise(lay(x), w, s, d, bool(r)), x, [weight])
+    for size, act in (((8, 3, 4, 4), "hswish"), ((7, 5, 3, 5), "relu"), ((6, 4, 2, 2), "")):
+        weight, bias = (torch.randn(size[1], device=device, requires_grad=True) for _ in range(2))
+        rule = Rule((None, None), 0.1, 1e-5, act)
+        x = torch.randn(size, device=device) + 2
+        halved(lambda x, w=weight, b=bias, rule=rule: batch_norm(lay(x), w, b, rule), x, [weight, bias])
+    for images, many, few, height, width in GATES[:3]:
+        sizes = [(few, many), (few,), (many, few), (many,)]
+        weights = [torch.randn(size, device=device, requires_grad=True) for size in sizes]
+        x = torch.randn(images, many, height, width, device=device)
+        halved(lambda x, w=tuple(weights): channel_gates(lay(x), *w), x, weights)
 
 
 def test_layouts_say_how_planes_lie() -> None:

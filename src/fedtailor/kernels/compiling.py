@@ -41,12 +41,24 @@ def is_plain() -> bool:
 
 def applies(*tensors: Tensor | None) -> bool:
     """Whether kernels of ours may run on these: in single precision on a GPU, unless somebody wants it otherwise."""
+    return takes(None, *tensors) and not torch.is_autocast_enabled("cuda")
+
+
+def takes(images: Tensor | None, *tensors: Tensor | None) -> bool:
+    """The same of kernels whose images may be in bfloat16 as well, as they are where a step computes in that."""
+    if images is not None and images.dtype != torch.bfloat16 and torch.is_autocast_enabled("cuda"):
+        return False  # they are about to become bfloat16
     return (
         all(t is None or (t.is_cuda and t.dtype == torch.float32) for t in tensors)
+        and (images is None or (images.is_cuda and images.dtype in (torch.float32, torch.bfloat16)))
         and not is_plain()
-        and not torch.is_autocast_enabled("cuda")
         and not torch.compiler.is_compiling()
     )
+
+
+def half(images: Tensor) -> int:
+    """HALF, for kernels that take both."""
+    return int(images.dtype == torch.bfloat16)
 
 
 @lru_cache(maxsize=512)
@@ -57,10 +69,17 @@ def compiled(name: str, names: tuple[str, ...], device: torch.device, **values: 
     """
     if os.environ.get("FEDTAILOR_KERNELS") == "off":
         return None
-    source = "".join(f"#define {key} {value}\n" for key, value in values.items())
-    source += Path(__file__).with_name(f"{name}.cu").read_text(encoding="utf-8")
+    source = source_of(name, **values)
     with ThreadPoolExecutor(1) as aside:
         return aside.submit(_compile, source, names, device).result()
+
+
+def source_of(name: str, **values: int) -> str:
+    """The source of NAME.cu, with what it needs before it."""
+    here = Path(__file__)
+    parts = [here.with_name("real.cuh")] if "HALF" in values else []
+    texts = [part.read_text(encoding="utf-8") for part in [*parts, here.with_name(f"{name}.cu")]]
+    return "\n".join([*(f"#define {key} {value}" for key, value in values.items()), *texts])
 
 
 def _compile(source: str, names: tuple[str, ...], device: torch.device) -> Kernels | None:

@@ -1,10 +1,10 @@
-// Depthwise convolutions of small images in single precision.
+// Depthwise convolutions of small images.
 //
 // A block reads whole planes (one channel of one image) into shared memory once, with their border of zeros; a thread
 // computes a strip of Q values below each other, so that neighbouring threads touch neighbouring columns.
 // H and W are the input's size, OH and OW the output's, K the side of the filters, S the stride, D the dilation,
 // M how many filters read each plane, P planes in a block at a time, T threads, and BY_CHANNEL says whether planes lie
-// channel by channel or image by image. All of them are set by the compiler.
+// channel by channel or image by image. All of them are set by the compiler, and so is HALF.
 
 constexpr int Q = 4;
 constexpr int PAD = D * (K / 2);
@@ -25,16 +25,16 @@ __device__ inline int channel_of(int plane, int channels, int batch) {
 __device__ inline float clipped(float v) { return RELU && v < 0.f ? 0.f : v; }
 
 // The plane's value at a place of the tile, zero outside of it.
-__device__ inline float padded(const float* plane, int place) {
+__device__ inline float padded(const Real* plane, int place) {
     const int r = place / PW - PAD, c = place % PW - PAD;
-    return r >= 0 && r < H && c >= 0 && c < W ? clipped(plane[r * W + c]) : 0.f;
+    return r >= 0 && r < H && c >= 0 && c < W ? clipped(wide(plane[r * W + c])) : 0.f;
 }
 
 // The same for the gradient of an output, spread over the input's size where the stride leaves places out.
-__device__ inline float spread(const float* plane, int place) {
+__device__ inline float spread(const Real* plane, int place) {
     const int r = place / PW - PAD, c = place % PW - PAD;
     const bool there = r >= 0 && c >= 0 && r % S == 0 && c % S == 0 && r / S < OH && c / S < OW;
-    return there ? plane[r / S * OW + c / S] : 0.f;
+    return there ? wide(plane[r / S * OW + c / S]) : 0.f;
 }
 
 // Reads a tile's values, all of them under way at once, and puts them where the block sees them. A strip may reach
@@ -80,8 +80,8 @@ __device__ inline void convolve(const float* filter, const float* corner, float 
 }
 
 // y[n, m * C + c] = x[n, c] * w[m * C + c]
-extern "C" __global__ void __launch_bounds__(T) forward(const float* __restrict__ x, const float* __restrict__ w,
-                                                         float* __restrict__ y, int channels, int batch) {
+extern "C" __global__ void __launch_bounds__(T) forward(const Real* __restrict__ x, const float* __restrict__ w,
+                                                         Real* __restrict__ y, int channels, int batch) {
     constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW;
     __shared__ float tile[TILE];
     const int first = blockIdx.x * P, planes = channels * batch;
@@ -93,16 +93,16 @@ extern "C" __global__ void __launch_bounds__(T) forward(const float* __restrict_
         const int to_plane = plane_of(image_of(first + p, channels, batch), channel, M * channels, batch);
         float sum[Q] = {};
         convolve<S, false>(w + channel * (K * K), tile + p * PLANE + r * S * PW + c * S, sum);
-        float* to = y + (to_plane * OH + r) * OW + c;
+        Real* to = y + (to_plane * OH + r) * OW + c;
 #pragma unroll
         for (int q = 0; q < Q; ++q)
-            if (r + q < OH) to[q * OW] = sum[q];
+            if (r + q < OH) to[q * OW] = narrow(sum[q]);
     }
 }
 
 // The gradient of x: that of y, spread over the input's size, with the filters turned around; summed over filters.
-extern "C" __global__ void __launch_bounds__(T) images(const float* __restrict__ dy, const float* __restrict__ w,
-                                                        const float* __restrict__ x, float* __restrict__ dx,
+extern "C" __global__ void __launch_bounds__(T) images(const Real* __restrict__ dy, const float* __restrict__ w,
+                                                        const Real* __restrict__ x, Real* __restrict__ dx,
                                                         int channels, int batch) {
     constexpr int STRIPS = (H + Q - 1) / Q, ITEMS = STRIPS * W;
     constexpr int ROUNDS = (P * ITEMS + T - 1) / T;
@@ -133,12 +133,12 @@ extern "C" __global__ void __launch_bounds__(T) images(const float* __restrict__
         const int at = ((first + p) * H + r) * W + c;
 #pragma unroll
         for (int q = 0; q < Q; ++q)
-            if (r + q < H) dx[at + q * W] = RELU && x[at + q * W] <= 0.f ? 0.f : sum[round][q];
+            if (r + q < H) dx[at + q * W] = narrow(RELU && wide(x[at + q * W]) <= 0.f ? 0.f : sum[round][q]);
     }
 }
 
 // The gradient of the filters. A block has one filter and every gridDim.y-th group of P images; dw has a row for each.
-extern "C" __global__ void __launch_bounds__(T) filters(const float* __restrict__ dy, const float* __restrict__ x,
+extern "C" __global__ void __launch_bounds__(T) filters(const Real* __restrict__ dy, const Real* __restrict__ x,
                                                          float* __restrict__ dw, int channels, int batch) {
     constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW;
     __shared__ float tile[TILE];
@@ -154,10 +154,10 @@ extern "C" __global__ void __launch_bounds__(T) filters(const float* __restrict_
         for (int i = threadIdx.x; i < P * ITEMS; i += T) {
             const int p = i / ITEMS, r = i % ITEMS / OW * Q, c = i % OW;
             if (first + p >= batch) break;
-            const float* from = dy + (plane_of(first + p, filter, M * channels, batch) * OH + r) * OW + c;
+            const Real* from = dy + (plane_of(first + p, filter, M * channels, batch) * OH + r) * OW + c;
             float g[Q];
 #pragma unroll
-            for (int q = 0; q < Q; ++q) g[q] = r + q < OH ? from[q * OW] : 0.f;
+            for (int q = 0; q < Q; ++q) g[q] = r + q < OH ? wide(from[q * OW]) : 0.f;
 #pragma unroll
             for (int kx = 0; kx < K; ++kx) {
                 float column[(Q - 1) * S + (K - 1) * D + 1];

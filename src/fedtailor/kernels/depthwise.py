@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compiling import Kernels, applies, compiled, gradients, launch
+from .compiling import Kernels, compiled, gradients, half, launch, takes
 from .layout import by_channel, empty_like_laid, laid_like
 
 THREADS = 128
@@ -33,6 +33,7 @@ class Shape(NamedTuple):
     filters: int  # that read each channel
     relu: bool
     by_channel: bool = False  # how planes lie
+    half: int = 0  # in bfloat16
 
     @property
     def out(self) -> tuple[int, int]:
@@ -63,7 +64,7 @@ def _kernels(shape: Shape, device: torch.device) -> Kernels | None:
     height, width = shape.out
     values = {"H": shape.height, "W": shape.width, "OH": height, "OW": width, "K": shape.kernel, "S": shape.stride}
     values |= {"D": shape.dilation, "M": shape.filters, "RELU": int(shape.relu), "P": shape.planes, "T": THREADS}
-    values |= {"BY_CHANNEL": int(shape.by_channel)}
+    values |= {"BY_CHANNEL": int(shape.by_channel), "HALF": shape.half}
     return compiled("depthwise", NAMES, device, **values)
 
 
@@ -83,7 +84,7 @@ class _Depthwise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         shape, kernels = ctx.shape, ctx.kernels
-        (n, c), dy, dx, dw = x.shape[:2], laid_like(grads[0], x), None, None
+        (n, c), dy, dx, dw = x.shape[:2], laid_like(grads[0].to(x.dtype), x), None, None
         if torch.is_grad_enabled():  # somebody differentiates twice
             needed = ctx.needs_input_grad[:2]
             return *gradients(_by_torch(x, weight, shape), (x, weight), needed, dy), None, None
@@ -102,14 +103,15 @@ def _by_torch(x: Tensor, weight: Tensor, shape: Shape) -> Tensor:
     """The same by torch."""
     x = F.relu(x) if shape.relu else x
     x = x.repeat(1, shape.filters, 1, 1) if shape.filters > 1 else x
-    return F.conv2d(x, weight, None, shape.stride, shape.border // 2, shape.dilation, len(weight))
+    return F.conv2d(x, weight.to(x.dtype), None, shape.stride, shape.border // 2, shape.dilation, len(weight))
 
 
 def depthwise(x: Tensor, weight: Tensor, stride: int, dilation: int, relu: bool = False) -> Tensor:
     """Filters m * C + c on channel c of x, after a ReLU if asked for, with a border of zeros that keeps the size."""
     height, width = x.shape[2:]
-    shape = Shape(height, width, weight.shape[-1], stride, dilation, len(weight) // x.shape[1], relu, by_channel(x))
-    if applies(x, weight) and shape.small and x.numel() * shape.filters < 1 << 31:
+    filters, how = len(weight) // x.shape[1], (by_channel(x), half(x))
+    shape = Shape(height, width, weight.shape[-1], stride, dilation, filters, relu, *how)
+    if takes(x, weight) and shape.small and x.numel() * shape.filters < 1 << 31:
         kernels = _kernels(shape, x.device)
         if kernels is not None:
             return _Depthwise.apply(laid_like(x, x), weight.contiguous(), shape, kernels)  # type: ignore[return-value]

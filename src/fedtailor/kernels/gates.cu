@@ -3,17 +3,17 @@
 // A block of threads takes G images from end to end: their planes (one channel each) are small enough to be read twice, and
 // the weights, which are most of what is read where channels are many, are read once for all G. In loops over planes
 // `lanes` threads share one and read V values each; of weights a thread reads U values at a time, and many reads are under
-// way at once. V, U, T, G, MOST, the most channels, and BY_CHANNEL, how planes lie, are set by the compiler. W1 is
+// way at once. V, U, T, G, MOST, the most channels, and BY_CHANNEL, how planes lie, and HALF are set by the compiler. W1 is
 // [few, many], W2 [many, few].
 
-template <int SIZE>
-struct alignas(4 * SIZE) Values {
-    float v[SIZE];
+template <typename Value, int SIZE>
+struct alignas(sizeof(Value) * SIZE) Values {
+    Value v[SIZE];
 };
-using Some = Values<V>;
-using Weights = Values<U>;
+using Some = Values<Real, V>;
+using Weights = Values<float, U>;
 
-__device__ inline Some at(const float* from, long place) { return *reinterpret_cast<const Some*>(from + place); }
+__device__ inline Some at(const Real* from, long place) { return *reinterpret_cast<const Some*>(from + place); }
 __device__ inline Weights of(const float* from) { return *reinterpret_cast<const Weights*>(from); }
 
 __device__ inline float gate(float z) { return z < -3.f ? 0.f : z > 3.f ? 1.f : z / 6.f + 0.5f; }
@@ -102,8 +102,8 @@ __device__ inline void each_column(const float* w, const float* vectors, float* 
 }
 
 extern "C" __global__ void __launch_bounds__(T)
-    gates(const float* __restrict__ x, const float* __restrict__ w1, const float* __restrict__ b1,
-          const float* __restrict__ w2, const float* __restrict__ b2, float* __restrict__ y, float* __restrict__ means,
+    gates(const Real* __restrict__ x, const float* __restrict__ w1, const float* __restrict__ b1,
+          const float* __restrict__ w2, const float* __restrict__ b2, Real* __restrict__ y, float* __restrict__ means,
           float* __restrict__ hiddens, float* __restrict__ zs, int batch, int many, int few, int size, int lanes,
           int share) {
     __shared__ alignas(16) float mean[G * MOST];
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(T)
         for (long i = begin + lane * V; i < end; i += lanes * V) {
             const Some s = at(x, i);
 #pragma unroll
-            for (int j = 0; j < V; ++j) sum += s.v[j];
+            for (int j = 0; j < V; ++j) sum += wide(s.v[j]);
         }
         sum = summed(sum, lanes);
         if (there && lane == 0) means[image * many + c] = mean[g * MOST + c] = sum / size;
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(T)
         for (long i = begin + lane * V; i < end; i += lanes * V) {
             Some s = at(x, i);
 #pragma unroll
-            for (int j = 0; j < V; ++j) s.v[j] *= mean[g * MOST + c];
+            for (int j = 0; j < V; ++j) s.v[j] = narrow(wide(s.v[j]) * mean[g * MOST + c]);
             *reinterpret_cast<Some*>(y + i) = s;
         }
     }
@@ -143,9 +143,9 @@ extern "C" __global__ void __launch_bounds__(T)
 
 // Gradients of the images, of z and of what is under the ReLU.
 extern "C" __global__ void __launch_bounds__(T)
-    images(const float* __restrict__ dy, const float* __restrict__ x, const float* __restrict__ w1,
+    images(const Real* __restrict__ dy, const Real* __restrict__ x, const float* __restrict__ w1,
            const float* __restrict__ w2, const float* __restrict__ hiddens, const float* __restrict__ zs,
-           float* __restrict__ dx, float* __restrict__ dzs, float* __restrict__ dhiddens, int batch, int many, int few,
+           Real* __restrict__ dx, float* __restrict__ dzs, float* __restrict__ dhiddens, int batch, int many, int few,
            int size, int lanes) {
     __shared__ float dz[G * MOST];
     __shared__ float dhidden[G * MOST];
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(T)
         for (long i = begin + lane * V; i < end; i += lanes * V) {
             const Some s = at(x, i), d = at(dy, i);
 #pragma unroll
-            for (int j = 0; j < V; ++j) sum += s.v[j] * d.v[j];
+            for (int j = 0; j < V; ++j) sum += wide(s.v[j]) * wide(d.v[j]);
         }
         sum = summed(sum, lanes);
         if (there && lane == 0) {
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(T)
         for (long i = begin + lane * V; i < end; i += lanes * V) {
             Some s = at(dy, i);
 #pragma unroll
-            for (int j = 0; j < V; ++j) s.v[j] = s.v[j] * opened + dz[g * MOST + c];
+            for (int j = 0; j < V; ++j) s.v[j] = narrow(wide(s.v[j]) * opened + dz[g * MOST + c]);
             *reinterpret_cast<Some*>(dx + i) = s;
         }
     }

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .compiling import Kernels, applies, compiled, gradients, launch
+from .compiling import Kernels, compiled, gradients, half, launch, takes
 from .layout import by_channel, laid_like
 from .norm import lanes, values
 
-THREADS = 512
-SIZES = ((1024, 4), (2048, 1))  # the most channels, and how many images a block then takes: shared memory holds both
+THREADS = 1024
+MOST = 2048  # channels of an image that shared memory has room for
+ABREAST, FEWER = 4, 1024  # images that a block takes where weights are most of what it reads, and their channels
 NAMES = ("gates", "images", "weights")
 
 
@@ -22,10 +23,10 @@ class _Gates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, kernels: Kernels) -> Tensor:
         many, few = w2.shape
-        y, mean, hidden, z = torch.empty_like(x), *(x.new_empty(len(x), n) for n in (many, few, many))
+        y, mean, hidden, z = torch.empty_like(x), *(w1.new_empty(len(x), n) for n in (many, few, many))
         size = math.prod(x.shape[2:])
-        ctx.sizes = sizes = (len(x), many, few, size, lanes(size))
-        ctx.blocks = blocks = (-(-len(x) // room(many, few)[1]), 1)
+        ctx.sizes = sizes = (len(x), many, few, size, lanes(size, half(x)))
+        ctx.blocks = blocks = (-(-len(x) // room(many, few, size)[0]), 1)
         launch(kernels["gates"], blocks, THREADS, x, w1, b1, w2, b2, y, mean, hidden, z, *sizes, lanes(few))
         ctx.save_for_backward(x, w1, b1, w2, b2, mean, hidden, z)
         ctx.kernels = kernels
@@ -37,10 +38,10 @@ class _Gates(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody differentiates twice
             inputs = (x, w1, b1, w2, b2)
             return *gradients(_by_torch(*inputs), inputs, ctx.needs_input_grad[:5], grads[0]), None
-        dy, kernels, (many, few) = laid_like(grads[0], x), ctx.kernels, w2.shape
+        dy, kernels, (many, few) = laid_like(grads[0].to(x.dtype), x), ctx.kernels, w2.shape
         dx, dz, dhidden = torch.empty_like(x), torch.empty_like(z), torch.empty_like(hidden)
         launch(kernels["images"], ctx.blocks, THREADS, dy, x, w1, w2, hidden, z, dx, dz, dhidden, *ctx.sizes)
-        out = x.new_empty(2 * many * few + few + many)
+        out = w1.new_empty(2 * many * few + few + many)
         everywhere = (-(-len(out) // THREADS), 1)
         launch(kernels["weights"], everywhere, THREADS, dz, hidden, dhidden, mean, out, len(x), many, few)
         dw1, dw2, db1, db2 = out.split([many * few, many * few, few, many])
@@ -48,13 +49,14 @@ class _Gates(torch.autograd.Function):
 
 
 def _by_torch(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    gates = F.hardsigmoid(F.linear(F.relu(F.linear(x.mean((2, 3)), w1, b1)), w2, b2))
-    return x * gates[:, :, None, None]
+    mean = x.mean((2, 3)).to(w1.dtype)
+    gates = F.hardsigmoid(F.linear(F.relu(F.linear(mean, w1, b1)), w2, b2))
+    return x * gates[:, :, None, None].to(x.dtype)
 
 
-def room(many: int, few: int) -> tuple[int, int]:
-    """Channels that a block has shared memory for, and images that it takes."""
-    return next(size for size in SIZES if max(many, few) <= size[0])
+def room(many: int, few: int, size: int) -> tuple[int, int]:
+    """Images that a block takes, and the channels that it has shared memory for."""
+    return (ABREAST, FEWER) if 2 * few > size and max(many, few) <= FEWER else (1, MOST)
 
 
 def _at_once(*weights: Tensor) -> int:
@@ -64,10 +66,11 @@ def _at_once(*weights: Tensor) -> int:
 
 def channel_gates(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """x * hard_sigmoid(w2 relu(w1 mean(x) + b1) + b2), the mean over positions."""
-    if applies(x, w1, b1, w2, b2) and max(w2.shape) <= SIZES[-1][0]:
-        most, images = room(*w2.shape)
-        kinds = {"V": values(math.prod(x.shape[2:])), "U": _at_once(w1, w2), "T": THREADS, "G": images, "MOST": most}
-        kinds |= {"BY_CHANNEL": int(by_channel(x))}
+    if takes(x, w1, b1, w2, b2) and max(w2.shape) <= MOST:
+        size = math.prod(x.shape[2:])
+        images, most = room(*w2.shape, size)
+        kinds = {"U": _at_once(w1, w2), "T": THREADS, "G": images, "MOST": most, "BY_CHANNEL": int(by_channel(x))}
+        kinds |= {"V": values(size, half(x)), "HALF": half(x)}
         kernels = compiled("gates", NAMES, x.device, **kinds)
         if kernels is not None:
             return _Gates.apply(laid_like(x, x), w1, b1, w2, b2, kernels)  # type: ignore[return-value]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .compiling import applies
+from .compiling import takes
 
 
 def by_channel(x: Tensor) -> bool:
@@ -47,7 +47,7 @@ class Pointwise(nn.Conv2d):
         super().__init__(cin, cout, 1, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not by_channel(input) or not applies(input, self.weight):
+        if not by_channel(input) or not takes(input, self.weight):
             return super().forward(input)
         planes = input.transpose(0, 1)
         return (self.weight.flatten(1) @ planes.flatten(1)).view(-1, *planes.shape[1:]).transpose(0, 1)

@@ -1,11 +1,11 @@
 // Batch normalisation of a training step, with the activation that follows it.
 //
 // A block has a channel; LANES threads at a time walk along a plane (one channel of one image), reading V values each.
-// Where planes lie channel by channel, all of a channel's are walked along as one. ACT, V and T are set by the compiler; a
-// size is that of a plane.
+// Where planes lie channel by channel, all of a channel's are walked along as one. ACT, V, T and HALF are set by the compiler;
+// a size is that of a plane.
 
-struct alignas(4 * V) Some {
-    float v[V];
+struct alignas(sizeof(Real) * V) Some {
+    Real v[V];
 };
 
 __device__ inline float activated(float z) {
@@ -33,7 +33,7 @@ __device__ inline void walk(int channels, int batch, int size, int lanes, Act ac
     }
 }
 
-__device__ inline Some at(const float* from, long place) { return *reinterpret_cast<const Some*>(from + place); }
+__device__ inline Some at(const Real* from, long place) { return *reinterpret_cast<const Some*>(from + place); }
 
 // The sums of two numbers over the block, for everybody.
 __device__ inline float2 summed(float a, float b) {
@@ -54,17 +54,17 @@ __device__ inline float2 summed(float a, float b) {
 }
 
 extern "C" __global__ void __launch_bounds__(T)
-    forward(const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
-            float* __restrict__ y, float* __restrict__ seen, float* running_mean, float* running_var, int channels,
+    forward(const Real* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
+            Real* __restrict__ y, float* __restrict__ seen, float* running_mean, float* running_var, int channels,
             int batch, int size, int lanes, int copies, float momentum, float eps) {
     const int c = blockIdx.x, count = batch * size;
-    const float origin = x[long(c) * size];  // sums of differences keep their digits
+    const float origin = wide(x[long(c) * size]);  // sums of differences keep their digits
     float a = 0.f, b = 0.f;
     walk(channels, batch, size, lanes, [&](long place) {
         const Some s = at(x, place);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-            const float d = s.v[j] - origin;
+            const float d = wide(s.v[j]) - origin;
             a += d;
             b += d * d;
         }
@@ -84,14 +84,14 @@ extern "C" __global__ void __launch_bounds__(T)
     walk(channels, batch, size, lanes, [&](long place) {
         Some s = at(x, place);
 #pragma unroll
-        for (int j = 0; j < V; ++j) s.v[j] = activated((s.v[j] - mean) * scale * w + shift);
+        for (int j = 0; j < V; ++j) s.v[j] = narrow(activated((wide(s.v[j]) - mean) * scale * w + shift));
         *reinterpret_cast<Some*>(y + place) = s;
     });
 }
 
 extern "C" __global__ void __launch_bounds__(T)
-    backward(const float* __restrict__ dy, const float* __restrict__ x, const float* __restrict__ weight,
-             const float* __restrict__ bias, const float* __restrict__ seen, float* __restrict__ dx,
+    backward(const Real* __restrict__ dy, const Real* __restrict__ x, const float* __restrict__ weight,
+             const float* __restrict__ bias, const float* __restrict__ seen, Real* __restrict__ dx,
              float* __restrict__ dweight, float* __restrict__ dbias, int channels, int batch, int size, int lanes) {
     const int c = blockIdx.x, count = batch * size;
     const float mean = seen[c], scale = seen[channels + c];
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(T)
         const Some s = at(x, place), g = at(dy, place);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-            const float h = (s.v[j] - mean) * scale, d = g.v[j] * slope(h * w + shift);
+            const float h = (wide(s.v[j]) - mean) * scale, d = wide(g.v[j]) * slope(h * w + shift);
             a += d;
             b += d * h;
         }
@@ -117,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(T)
         Some out;
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-            const float h = (s.v[j] - mean) * scale, d = g.v[j] * slope(h * w + shift);
-            out.v[j] = w * scale * (d - first - h * second);
+            const float h = (wide(s.v[j]) - mean) * scale, d = wide(g.v[j]) * slope(h * w + shift);
+            out.v[j] = narrow(w * scale * (d - first - h * second));
         }
         *reinterpret_cast<Some*>(dx + place) = out;
     });

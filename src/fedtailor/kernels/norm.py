@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compiling import Kernels, applies, compiled, gradients, launch
+from .compiling import Kernels, compiled, gradients, half, launch, takes
 from .layout import by_channel, laid_like
 
 THREADS = 512  # of a block, at most
@@ -41,7 +41,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule, kernels: Kernels
     ) -> Tensor:
-        y, seen = torch.empty_like(x), x.new_empty((2, x.shape[1]))
+        y, seen = torch.empty_like(x), x.new_empty((2, x.shape[1]), dtype=torch.float32)
         ctx.sizes = sizes = stretches(x)
         how = rule.layers(x.shape[1]), float(rule.momentum), float(rule.eps)
         shape = (x.shape[1], 1), threads(x.numel() // x.shape[1])
@@ -58,7 +58,7 @@ class _Norm(torch.autograd.Function):
             return *gradients(y, (x, weight, bias), ctx.needs_input_grad[:3], grads[0]), None, None
         dx, both = torch.empty_like(x), None if weight is None else torch.empty_like(seen)
         dweight, dbias = (None, None) if both is None else both.unbind()
-        tensors = (laid_like(grads[0], x), x, weight, bias, seen, dx, dweight, dbias)
+        tensors = (laid_like(grads[0].to(x.dtype), x), x, weight, bias, seen, dx, dweight, dbias)
         channels, batch, size, _ = ctx.sizes
         launch(ctx.kernels["backward"], (channels, 1), threads(batch * size), *tensors, *ctx.sizes)
         return dx, dweight, dbias, None, None
@@ -69,12 +69,12 @@ def stretches(x: Tensor) -> tuple[int, int, int, int]:
     channels, size = x.shape[1], math.prod(x.shape[2:])
     if by_channel(x):
         return channels, 1, len(x) * size, threads(len(x) * size)
-    return channels, len(x), size, lanes(size)
+    return channels, len(x), size, lanes(size, half(x))
 
 
-def lanes(size: int) -> int:
+def lanes(size: int, half: int = 0) -> int:
     """Threads that walk along a plane together: a power of two, at most a warp."""
-    steps = -(-size // values(size))
+    steps = -(-size // values(size, half))
     return min(32, 1 << (steps - 1).bit_length())
 
 
@@ -83,17 +83,17 @@ def threads(count: int) -> int:
     return min(THREADS, max(32, 1 << (count // EACH - 1).bit_length()))
 
 
-def values(size: int) -> int:
-    """That a thread reads at a time."""
-    return 4 if size % 4 == 0 else 1
+def values(size: int, half: int = 0) -> int:
+    """That a thread reads at a time: sixteen bytes, where that goes."""
+    return next(many for many in ((8, 4, 1) if half else (4, 1)) if size % many == 0)
 
 
 def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule) -> Tensor:
     """A training step's normalisation of [images, channels, height, width], and what follows it."""
     fits = small(x) and (weight is None) == (bias is None)
-    if fits and applies(weight, bias, *rule.running) and not _channels_last(x):
-        count = x.numel() // x.shape[1]
-        kinds = {"ACT": ACTS[rule.act], "V": values(stretches(x)[2]), "T": threads(count)}
+    if fits and takes(x, weight, bias, *rule.running) and not _channels_last(x):
+        count, long = x.numel() // x.shape[1], stretches(x)[2]
+        kinds = {"ACT": ACTS[rule.act], "V": values(long, half(x)), "T": threads(count), "HALF": half(x)}
         kernels = compiled("norm", ("forward", "backward"), x.device, **kinds)
         if kernels is not None:
             return _Norm.apply(laid_like(x, x), weight, bias, rule, kernels)  # type: ignore[return-value]
@@ -102,7 +102,7 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule
 
 def small(x: Tensor) -> bool:
     """Whether the kernels take images of this size."""
-    return 1 < x.numel() // x.shape[1] <= LARGEST and applies(x)
+    return 1 < x.numel() // x.shape[1] <= LARGEST and takes(x)
 
 
 def _channels_last(x: Tensor) -> bool:
