@@ -68,7 +68,7 @@ def channel_gates(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> 
     """x * hard_sigmoid(w2 relu(w1 mean(x) + b1) + b2), the mean over positions."""
     if takes(x, w1, b1, w2, b2) and max(w2.shape) <= MOST:
         size = math.prod(x.shape[2:])
-        images, most = room(*w2.shape, size)
+        images, most = room(w2.shape[0], w2.shape[1], size)
         kinds = {"U": _at_once(w1, w2), "T": THREADS, "G": images, "MOST": most, "BY_CHANNEL": int(by_channel(x))}
         kinds |= {"V": values(size, half(x)), "HALF": half(x)}
         kernels = compiled("gates", NAMES, x.device, **kinds)
