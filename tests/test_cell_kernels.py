@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ from fedtailor.kernels.layout import AvgPool, MaxPool, by_channel, laid_by_chann
 from fedtailor.kernels.mixing import Term, fanned, mixed
 from fedtailor.kernels.norm import Rule, batch_norm_apart
 from fedtailor.spaces.abreast import SideBySide, abreast, joined, lay, norm_once
-from fedtailor.spaces.darts import Darts
-from fedtailor.spaces.darts_ops import EDGES, Cell, Convolutions, DropPath, Halve
+from fedtailor.spaces.darts import Darts, Keep
+from fedtailor.spaces.darts_ops import EDGES, FULL, Cell, Convolutions, DropPath, Halve
 
 SHAPES = [(2, 3, 4, 4), (3, 2, 3, 5), (1, 4, 16, 16)]
 LAYOUTS = pytest.mark.parametrize("lay_out", [torch.clone, laid_by_channel], ids=["by image", "by channel"])
@@ -216,14 +216,14 @@ def test_pools_keep_the_layout(pool: nn.Module, device: str) -> None:
     torch.testing.assert_close(pool(laid_by_channel(x)), pool(x))
 
 
-def outcome(net: nn.Module, *inputs: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+def outcome(net: nn.Module, *inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Output, gradients of all that learns and of the inputs, and what norms remember, from the same start."""
     before = {n: b.clone() for n, b in net.named_buffers()}
     y = net(*inputs)
     torch.manual_seed(1)
-    flat = [t for x in inputs if x is not None for t in (x if isinstance(x, tuple) else (x,))]
+    flat = [t for x in inputs for t in (x if isinstance(x, tuple) else (x,))]
     wanted = [t for t in (*flat, *net.parameters()) if t.requires_grad]
-    grads = torch.autograd.grad(y, wanted, torch.randn(y.shape).to(y))
+    grads = torch.autograd.grad(y, wanted, torch.randn(y.shape).to(y), materialize_grads=True)
     after = [b.clone() for b in net.buffers() if b.is_floating_point()]
     with torch.no_grad():
         for name, b in net.named_buffers():
@@ -271,12 +271,20 @@ def test_operations_abreast_are_what_torch_computes(kind: str, affine: bool, man
     require_what_torch_computes(lambda: outcome(net, x), rtol=1e-3, atol=1e-4)
 
 
-def space(variant: str, side: int) -> Darts:
-    return Darts(input=(3, side, side), classes=3, channels=2, cells=3, variant=variant)  # type: ignore[arg-type]
+def keep_of(most: str, **others: Sequence[int]) -> Keep:
+    """One operation on every edge: some on several edges that leave one state, others alone."""
+    names = {e: name for name, edges in others.items() for e in edges}
+    kept = tuple((FULL.index(names.get(e, most)),) for e in range(len(EDGES)))
+    return kept, kept
 
 
-def watch(net: nn.Module) -> list[bool]:
-    """Whether what operations and cells put out lies channel by channel; noise is nobody's gradient."""
+CHAINS = keep_of("skip_connect", sep_conv_3x3=(0, 2, 13))
+POOLS = keep_of("skip_connect", max_pool_3x3=(1, 3, 4), avg_pool_3x3=(7, 11), dil_conv_3x3=(9,))
+NOTHING = keep_of("none", max_pool_3x3=(2, 4, 13))  # two nodes have no edges
+
+
+def watched(net: nn.Module) -> list[bool]:
+    """Whether what operations and cells put out lies channel by channel."""
     seen: list[bool] = []
     for module in net.modules():
         if isinstance(module, (Cell, Convolutions, Halve, MaxPool, AvgPool, DropPath)):
@@ -284,19 +292,68 @@ def watch(net: nn.Module) -> list[bool]:
     return seen
 
 
-@pytest.mark.parametrize(("variant", "side"), [("s2", 9), ("s4", 8), ("full", 8)])
-@pytest.mark.parametrize("gated", [True, False])
-def test_a_supernet_is_what_torch_computes(variant: str, side: int, gated: bool, device: str) -> None:
-    torch.manual_seed(0)
-    net = prepared(space(variant, side).supernet(), device)
-    choices = space(variant, side).choices
-    gates = tuple(torch.rand(2, len(EDGES), choices, device=device).unbind())
-    inputs = (torch.randn(3, 3, side, side, device=device), tuple(g.requires_grad_() for g in gates) if gated else None)
+def require_the_same(net: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> None:
     with plain():
-        theirs = outcome(net, *inputs)
-    seen = watch(net)
-    ours = outcome(net, *inputs)
+        theirs = compute()
+    seen = watched(net)
+    ours = compute()
     assert seen
     assert all(seen)
     for mine, other in zip(ours, theirs, strict=True):
         assert float((mine - other).norm()) <= 1e-3 * float(other.norm()) + 1e-4
+
+
+@pytest.mark.parametrize(("keep", "side"), [(CHAINS, 9), (POOLS, 8), (NOTHING, 8)], ids=["chains", "pools", "nothing"])
+def test_a_search_network_is_what_torch_computes(keep: Keep, side: int, device: str) -> None:
+    torch.manual_seed(0)
+    space = Darts(input=(3, side, side), classes=3, channels=2, cells=3)
+    net = prepared(space.build_keep(keep), device)
+    gates = torch.rand(2, len(EDGES), len(FULL), device=device).requires_grad_()
+    x = torch.randn(3, 3, side, side, device=device)
+    require_the_same(net, lambda: outcome(net, x, tuple(gates.unbind())))
+
+
+@pytest.mark.parametrize("keep", [CHAINS, POOLS], ids=["chains", "pools"])
+def test_a_derived_network_is_what_torch_computes(keep: Keep, device: str) -> None:
+    torch.manual_seed(0)
+    net = prepared(Darts(input=(3, 8, 8), classes=3, channels=2, cells=3).derived(keep, drop_path=0.3), device)
+    x = torch.randn(4, 3, 8, 8, device=device)
+    require_the_same(net, lambda: outcome(net, x))
+
+
+def test_noise_is_the_same_in_both_layouts(device: str) -> None:
+    torch.manual_seed(0)
+    space = Darts(input=(3, 8, 8), classes=3, channels=2, cells=3, variant="s4")
+    net = prepared(space.build(tuple(int(e % len(EDGES) == 1) for e in range(2 * len(EDGES)))), device)
+    x = torch.randn(3, 3, 8, 8, device=device)
+    require_the_same(net, lambda: outcome(net, x))
+
+
+def test_a_search_network_can_be_differentiated_twice(device: str) -> None:
+    torch.manual_seed(0)
+    net = prepared(Darts(input=(3, 9, 9), classes=3, channels=2, cells=3).build_keep(CHAINS), device)
+    gates = torch.rand(2, len(EDGES), len(FULL), device=device).requires_grad_()
+    x, weights = torch.randn(3, 3, 9, 9, device=device), list(net.parameters())
+
+    def curvature() -> Sequence[Tensor]:
+        loss = net(x, tuple(gates.unbind())).pow(2).sum()
+        slopes = torch.autograd.grad(loss, weights, create_graph=True)
+        return torch.autograd.grad(sum(s.pow(2).sum() for s in slopes), (gates, *weights))  # type: ignore[arg-type]
+
+    require_the_same(net, curvature)
+
+
+@pytest.mark.parametrize("how", ["evaluated", "recalibrated"])
+def test_what_does_not_train_lies_image_by_image(how: str, device: str) -> None:
+    torch.manual_seed(0)
+    net = prepared(Darts(input=(3, 8, 8), classes=3, channels=2, cells=3).build_keep(POOLS), device).eval()
+    for module in net.modules():
+        if how == "recalibrated" and isinstance(module, nn.BatchNorm2d):
+            module.train()
+    x = torch.randn(3, 3, 8, 8, device=device)
+    with plain():
+        theirs = outcome(net, x)
+    seen = watched(net)
+    for mine, other in zip(outcome(net, x), theirs, strict=True):
+        assert float((mine - other).norm()) <= 1e-3 * float(other.norm()) + 1e-4
+    assert not any(seen)

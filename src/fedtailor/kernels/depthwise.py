@@ -91,7 +91,7 @@ class _Depthwise(torch.autograd.Function):
             dx = torch.empty_like(x)
             launch(kernels["images"], (math.ceil(n * c / shape.planes), 1), THREADS, dy, weight, x, dx, c, n)
         if ctx.needs_input_grad[1]:
-            groups = min(math.ceil(n / shape.planes), math.ceil(BLOCKS / len(weight)))
+            groups = max(1, min(math.ceil(n / shape.planes), BLOCKS // len(weight)))
             parts = weight.new_empty((groups, *weight.shape))
             launch(kernels["filters"], (len(weight), groups), THREADS, dy, x, parts, c, n)
             dw = parts.sum(0) if groups > 1 else parts[0]
