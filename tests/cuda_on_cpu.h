@@ -1,5 +1,6 @@
 // Enough of CUDA to run the kernels' sources on a processor: a thread for every thread, one block after the other.
 // Shared memory starts as something that is no number.
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <limits>
@@ -24,6 +25,10 @@ static Place blockIdx, gridDim;
 static std::unique_ptr<std::barrier<>> together;
 static std::vector<std::unique_ptr<std::barrier<>>> warps;
 static float exchanged[1024];
+
+static void __threadfence() {}
+
+static int atomicAdd(int* at, int value) { return std::atomic_ref<int>(*at).fetch_add(value); }
 
 static void __syncthreads() { together->arrive_and_wait(); }
 

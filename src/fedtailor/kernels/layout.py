@@ -51,7 +51,7 @@ class MaxPool(nn.MaxPool2d):
     """torch's pool in both layouts."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return pooled(super().forward, input)
+        return pooled(super().forward, input)  # type: ignore[arg-type]
 
 
 class AvgPool(nn.AvgPool2d):

@@ -21,7 +21,7 @@ from ..kernels.norm import Rule, batch_norm, batch_norm_apart
 
 Chain = (
     nn.Sequential
-)  # of ReLU, always before Depthwise, Conv2d without bias, BatchNorm2d and GroupNorm; ends with a norm
+)  # of ReLU, always before Depthwise, Conv2d without bias, BatchNorm2d and GroupNorm; a norm is last
 
 
 class SideBySide(nn.Module, ABC):

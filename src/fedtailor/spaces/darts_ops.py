@@ -163,16 +163,14 @@ class NormedPool(nn.Sequential):
 class Convolutions(nn.Sequential):
     """ReLU, depthwise, pointwise, norm, once per stride. The first ReLU leaves its input alone: other edges read it."""
 
-    def __init__(
-        self, channels: int, kernel: int, strides: Sequence[int], dilation: int, norm: Norm, affine: bool
-    ) -> None:
+    def __init__(self, c: int, kernel: int, strides: Sequence[int], dilation: int, norm: Norm, affine: bool) -> None:
         layers: list[tuple[str, nn.Module]] = []
         for i, stride in enumerate(strides):
             layers += [
                 (f"relu{i}", nn.ReLU(inplace=i > 0)),
-                (f"depthwise{i}", Depthwise(channels, kernel, stride, dilation)),
-                (f"pointwise{i}", Pointwise(channels, channels)),
-                (f"norm{i}", norm_layer(norm, channels, affine)),
+                (f"depthwise{i}", Depthwise(c, kernel, stride, dilation)),
+                (f"pointwise{i}", Pointwise(c, c)),
+                (f"norm{i}", norm_layer(norm, c, affine)),
             ]
         super().__init__(OrderedDict(layers))
 
@@ -339,9 +337,8 @@ class Cell(SideBySide):
         """Where the nodes may lie, side by side as they are put out; None where they have to be put together."""
         if not by_channel(like):
             return [None] * NODES
-        images, channels, height, width = self._shape(like)
-        rooms = like.new_empty((NODES * channels, images, height, width)).chunk(NODES)
-        return [room.transpose(0, 1) for room in rooms]
+        images, channels, *size = self._shape(like)
+        return [room.transpose(0, 1) for room in like.new_empty((NODES * channels, images, *size)).chunk(NODES)]
 
     def _terms(
         self, e: int, states: Sequence[Iterator[Tensor]], made: Mapping[int, Mapping[str, Tensor]]
