@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuda_on_cpu import require_what_torch_computes
 from fedtailor.engine.local import ready
@@ -311,6 +313,33 @@ def test_a_search_network_is_what_torch_computes(keep: Keep, side: int, device: 
     gates = torch.rand(2, len(EDGES), len(FULL), device=device).requires_grad_()
     x = torch.randn(3, 3, side, side, device=device)
     require_the_same(net, lambda: outcome(net, x, tuple(gates.unbind())))
+
+
+class Copies(TorchDispatchMode):
+    """What torch is asked to copy, to put together or to sum up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.split(".")[0] in ("clone", "copy_", "cat", "stack", "sum"):
+            self.seen.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("keep", "side"), [(CHAINS, 9), (POOLS, 8)], ids=["chains", "pools"])
+def test_a_cell_copies_nothing(keep: Keep, side: int, device: str) -> None:
+    torch.manual_seed(0)
+    net = prepared(Darts(input=(3, side, side), classes=3, channels=2, cells=3).build_keep(keep), device)
+    cell, gates = net.cells[0], torch.rand(len(EDGES), len(FULL), device=device).requires_grad_()  # type: ignore[index]
+    x = image(3, 6, side, side, device=device)
+    with Copies() as copies:
+        y = cell(x, x, gates)
+        grads = torch.autograd.grad(y, (x, gates, *cell.parameters()), torch.ones_like(y), materialize_grads=True)
+    assert not copies.seen
+    assert by_channel(y)
+    assert by_channel(grads[0])
 
 
 @pytest.mark.parametrize("keep", [CHAINS, POOLS], ids=["chains", "pools"])
