@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import cuda_on_cpu
-from fedtailor.kernels import blocks, columns, depthwise, gates, layout, mixing, norm, random
+from fedtailor.kernels import blocks, columns, depthwise, gates, halving, layout, mixing, norm, random
 
 torch.set_num_threads(1)
 os.environ["FEDTAILOR_CACHE"] = "off"
-ROOMS = (blocks, columns, depthwise, gates, layout, mixing, norm, random)
+ROOMS = (blocks, columns, depthwise, gates, halving, layout, mixing, norm, random)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no g++ here")
 

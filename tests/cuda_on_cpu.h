@@ -1,5 +1,6 @@
 // Enough of CUDA to run the kernels' sources on a processor: a thread for every thread, one block after the other.
 // Shared memory starts as something that is no number.
+#include <atomic>
 #include <barrier>
 #include <bit>
 #include <cmath>
@@ -28,6 +29,10 @@ static float exchanged[1024];
 
 static unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 static float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+
+static void __threadfence() {}
+
+static int atomicAdd(int* at, int value) { return std::atomic_ref<int>(*at).fetch_add(value); }
 
 static void __syncthreads() { together->arrive_and_wait(); }
 

@@ -110,6 +110,16 @@ def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: Argument) 
         raise RuntimeError(f"CUDA error: a kernel could not be launched (error {failed} of the driver)")
 
 
+@lru_cache(maxsize=64)
+def _table(many: int) -> type[ctypes.Structure]:
+    return type("Pointers", (ctypes.Structure,), {"_fields_": [("at", ctypes.c_void_p * many)]})
+
+
+def addresses(tensors: Sequence[Tensor]) -> ctypes.Structure:
+    """Where tensors lie, for a kernel that takes several in one argument."""
+    return _table(len(tensors))((ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors]))
+
+
 def gradients(y: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
     """Gradients that can be differentiated again, of what torch computed in a kernel's place."""
     wanted = [t for t, wants in zip(inputs, needed, strict=True) if wants and t is not None]

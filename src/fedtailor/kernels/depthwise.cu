@@ -79,11 +79,13 @@ __device__ inline void convolve(const float* filter, const float* corner, float 
     }
 }
 
-// y[n, m * C + c] = x[n, c] * w[m * C + c]
+// y[n, m * C + c] = x[n, c] * w[m * C + c]. Before anything arrives for their gradients, filters have 0 in `arrived`.
 extern "C" __global__ void __launch_bounds__(T) forward(const Real* __restrict__ x, const float* __restrict__ w,
-                                                         Real* __restrict__ y, int channels, int batch) {
+                                                         Real* __restrict__ y, int* arrived, int channels, int batch) {
     constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW;
     __shared__ float tile[TILE];
+    if (arrived)
+        for (int i = blockIdx.x * T + threadIdx.x; i < M * channels; i += gridDim.x * T) arrived[i] = 0;
     const int first = blockIdx.x * P, planes = channels * batch;
     fill(tile, [&](int p, int place) { return first + p < planes ? padded(x + (first + p) * (H * W), place) : 0.f; });
     for (int i = threadIdx.x; i < P * M * ITEMS; i += T) {
@@ -138,8 +140,9 @@ extern "C" __global__ void __launch_bounds__(T) images(const Real* __restrict__ 
 }
 
 // The gradient of the filters. A block has one filter and every gridDim.y-th group of P images; dw has a row for each.
+// The last block of a filter to arrive adds the rows up, in their order, and leaves the sum in the first.
 extern "C" __global__ void __launch_bounds__(T) filters(const Real* __restrict__ dy, const Real* __restrict__ x,
-                                                         float* __restrict__ dw, int channels, int batch) {
+                                                         volatile float* dw, int* arrived, int channels, int batch) {
     constexpr int STRIPS = (OH + Q - 1) / Q, ITEMS = STRIPS * OW;
     __shared__ float tile[TILE];
     __shared__ float parts[T / 32][K * K];
@@ -182,4 +185,17 @@ extern "C" __global__ void __launch_bounds__(T) filters(const Real* __restrict__
         for (int warp = 0; warp < T / 32; ++warp) v += parts[warp][k];
         dw[(blockIdx.y * gridDim.x + filter) * (K * K) + k] = v;
     }
+    if (gridDim.y == 1) return;
+    __shared__ bool last;
+    __threadfence();  // others see the row before they see that it has arrived
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(arrived + filter, 1) == gridDim.y - 1;
+    __syncthreads();
+    if (!last) return;
+    for (int k = threadIdx.x; k < K * K; k += T) {
+        float v = 0.f;
+        for (int row = 0; row < gridDim.y; ++row) v += dw[(row * gridDim.x + filter) * (K * K) + k];
+        dw[filter * (K * K) + k] = v;
+    }
+    if (threadIdx.x == 0) arrived[filter] = 0;  // somebody may ask for the gradient again
 }

@@ -18,7 +18,7 @@ from .layout import by_channel, empty_like_laid, laid_like
 
 THREADS = 128
 SHARED = 48 << 10  # bytes of shared memory that any card gives a block
-BLOCKS = 512  # that keep a card busy
+BLOCKS = 128  # that keep a card busy
 NAMES = ("forward", "images", "filters")
 
 
@@ -75,9 +75,10 @@ class _Depthwise(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, shape: Shape, kernels: Kernels) -> Tensor:
         n, c = x.shape[:2]
         y = empty_like_laid(x, len(weight), *shape.out)
-        launch(kernels["forward"], (math.ceil(n * c / shape.planes), 1), THREADS, x, weight, y, c, n)
+        arrived = weight.new_empty(len(weight), dtype=torch.int32) if ctx.needs_input_grad[1] else None
+        launch(kernels["forward"], (math.ceil(n * c / shape.planes), 1), THREADS, x, weight, y, arrived, c, n)
         ctx.save_for_backward(x, weight)
-        ctx.shape, ctx.kernels = shape, kernels
+        ctx.shape, ctx.kernels, ctx.arrived = shape, kernels, arrived
         return y
 
     @staticmethod
@@ -92,10 +93,10 @@ class _Depthwise(torch.autograd.Function):
             dx = torch.empty_like(x)
             launch(kernels["images"], (math.ceil(n * c / shape.planes), 1), THREADS, dy, weight, x, dx, c, n)
         if ctx.needs_input_grad[1]:
-            groups = min(math.ceil(n / shape.planes), math.ceil(BLOCKS / len(weight)))
+            groups = max(1, min(math.ceil(n / shape.planes), BLOCKS // len(weight)))
             parts = weight.new_empty((groups, *weight.shape))
-            launch(kernels["filters"], (len(weight), groups), THREADS, dy, x, parts, c, n)
-            dw = parts.sum(0) if groups > 1 else parts[0]
+            launch(kernels["filters"], (len(weight), groups), THREADS, dy, x, parts, ctx.arrived, c, n)
+            dw = parts[0]
         return dx, dw, None, None
 
 

@@ -7,6 +7,8 @@ torch's shape, [images, channels, height, width]; the layout is a matter of stri
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from .compiling import takes
@@ -35,9 +37,28 @@ def empty_like_laid(other: Tensor, channels: int, height: int, width: int) -> Te
     return other.new_empty((images, channels, height, width))
 
 
-def pooled(pool: nn.Module, x: Tensor) -> Tensor:
+def pooled(pool: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A pool works on planes, whatever they are planes of; torch's would turn the layout round."""
     return pool(x.transpose(0, 1)).transpose(0, 1) if by_channel(x) else pool(x)
+
+
+def apart(x: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """So many tensors with an equal share of the channels each."""
+    return x.chunk(parts, 1) if parts > 1 else (x,)
+
+
+class MaxPool(nn.MaxPool2d):
+    """torch's pool in both layouts."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return pooled(super().forward, input)  # type: ignore[arg-type]
+
+
+class AvgPool(nn.AvgPool2d):
+    """torch's pool in both layouts."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return pooled(super().forward, input)
 
 
 class Pointwise(nn.Conv2d):

@@ -1,38 +1,41 @@
 // The sum of some tensors, each times its gate, and its gradients.
 //
 // The N tensors are described in the kernels' arguments; an image of each lies in one piece of `size` values. A block's
-// row is an image, its column T * V of the image's values. N, V and T are set by the compiler.
+// row is an image, its column T * V of the image's values. N, V, T and HALF are set by the compiler.
 
 struct Terms {
-    const float* at[N];
+    const Real* at[N];
     long stride[N];  // from image to image
     int gate[N];     // the place of its gate
 };
 
-struct alignas(4 * V) Some {
-    float v[V];
+struct alignas(sizeof(Real) * V) Some {
+    Real v[V];
 };
 
-__device__ inline Some some(const float* from, long place) { return *reinterpret_cast<const Some*>(from + place); }
+__device__ inline Some some(const Real* from, long place) { return *reinterpret_cast<const Some*>(from + place); }
 
 extern "C" __global__ void __launch_bounds__(T)
-    forward(float* __restrict__ y, const float* __restrict__ gates, Terms terms, int size) {
+    forward(Real* __restrict__ y, const float* __restrict__ gates, Terms terms, int size) {
     const int i = (blockIdx.x * T + threadIdx.x) * V;
     if (i >= size) return;
-    Some sum = {};
+    float sum[V] = {};
 #pragma unroll
     for (int k = 0; k < N; ++k) {
         const Some x = some(terms.at[k], blockIdx.y * terms.stride[k] + i);
         const float gate = gates ? gates[terms.gate[k]] : 1.f;
 #pragma unroll
-        for (int j = 0; j < V; ++j) sum.v[j] += gate * x.v[j];
+        for (int j = 0; j < V; ++j) sum[j] += gate * wide(x.v[j]);
     }
-    *reinterpret_cast<Some*>(y + long(blockIdx.y) * size + i) = sum;
+    Some out;
+#pragma unroll
+    for (int j = 0; j < V; ++j) out.v[j] = narrow(sum[j]);
+    *reinterpret_cast<Some*>(y + long(blockIdx.y) * size + i) = out;
 }
 
 // Gradients of the tensors, one after another in `dx`; and this block's share of the gates' gradients, if wanted.
 extern "C" __global__ void __launch_bounds__(T)
-    backward(const float* __restrict__ dy, const float* __restrict__ gates, Terms terms, float* __restrict__ dx,
+    backward(const Real* __restrict__ dy, const float* __restrict__ gates, Terms terms, Real* __restrict__ dx,
              float* __restrict__ shares, int size, int stride) {
     const int i = (blockIdx.x * T + threadIdx.x) * V, warp = threadIdx.x / 32;
     const bool inside = i < size;
@@ -44,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(T)
             const float gate = gates[terms.gate[k]];
             Some out;
 #pragma unroll
-            for (int j = 0; j < V; ++j) out.v[j] = gate * d.v[j];
+            for (int j = 0; j < V; ++j) out.v[j] = narrow(gate * wide(d.v[j]));
             *reinterpret_cast<Some*>(dx + (long(k) * gridDim.y + blockIdx.y) * size + i) = out;
         }
         if (shares) {
@@ -52,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(T)
             if (inside) {
                 const Some x = some(terms.at[k], blockIdx.y * terms.stride[k] + i);
 #pragma unroll
-                for (int j = 0; j < V; ++j) sum += d.v[j] * x.v[j];
+                for (int j = 0; j < V; ++j) sum += wide(d.v[j]) * wide(x.v[j]);
             }
 #pragma unroll
             for (int lane = 16; lane; lane /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lane);

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compiling import Kernels, applies, compiled, gradients, launch
+from .compiling import Kernels, compiled, gradients, half, launch, takes
+from .layout import by_channel
 from .norm import values
 
 THREADS = 256
@@ -29,12 +30,14 @@ Term = tuple[Place, Tensor]
 
 class _Mixed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gates: Tensor | None, places: tuple[Place, ...], kernels: Kernels, *xs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gates: Tensor | None, places: tuple[Place, ...], kernels: Kernels, out: Tensor | None, *xs: Tensor
+    ) -> Tensor:
         ctx.kernels, ctx.places = kernels, places
         weighed = gates is not None and ctx.needs_input_grad[0]
         ctx.save_for_backward(gates, *(xs if weighed else ()))
         xs = tuple(map(_in_pieces, xs))
-        y = xs[0].new_empty(xs[0].shape)
+        y = xs[0].new_empty(xs[0].shape) if out is None else out.detach()
         size = math.prod(y.shape[1:])
         launch(kernels["forward"], _blocks(y), THREADS, y, gates, _terms(xs, gates, places), size)
         return y
@@ -44,7 +47,7 @@ class _Mixed(torch.autograd.Function):
         gates, *xs = ctx.saved_tensors
         dy, many = grads[0], len(ctx.places)
         if gates is None:
-            return None, None, None, *[dy] * many
+            return None, None, None, None, *[dy] * many
         if torch.is_grad_enabled():  # somebody differentiates twice
             return _twice(ctx, gates, xs, dy)
         dy, xs, weighed = _in_pieces(dy), [_in_pieces(x) for x in xs], bool(xs)
@@ -57,16 +60,16 @@ class _Mixed(torch.autograd.Function):
         if shares is not None:
             dgates = torch.empty_like(gates)
             launch(ctx.kernels["gather"], (gates.numel(), 1), THREADS, shares, terms, dgates, math.prod(blocks))
-        return dgates, None, None, *dx.unbind()
+        return dgates, None, None, None, *dx.unbind()
 
 
 def _twice(ctx: Any, gates: Tensor, xs: Sequence[Tensor], dy: Tensor) -> tuple[Any, ...]:
     """Gradients that can be differentiated again."""
     dx = [gates[place] * dy for place in ctx.places]
     if not xs:
-        return None, None, None, *dx
+        return None, None, None, None, *dx
     y = _by_torch([[(place, x)] for place, x in zip(ctx.places, xs, strict=True)], gates)
-    return *gradients(y, [gates], [True], dy), None, None, *dx
+    return *gradients(y, [gates], [True], dy), None, None, None, *dx
 
 
 class _Fanned(torch.autograd.Function):
@@ -83,7 +86,7 @@ class _Fanned(torch.autograd.Function):
 
 def fanned(x: Tensor, many: int) -> Sequence[Tensor]:
     """The tensor for each of up to so many readers, whose gradients are added up in one go."""
-    if many < FEWEST or not (x.requires_grad and torch.is_grad_enabled() and applies(x)):
+    if many < FEWEST or not (x.requires_grad and torch.is_grad_enabled() and takes(x)):
         return [x] * many
     return _Fanned.apply(x, many)  # type: ignore[return-value]
 
@@ -94,20 +97,26 @@ def _total(tensors: Sequence[Tensor]) -> Tensor:
     return mixed([[((0, 0), x) for x in tensors]], None, tensors[0])
 
 
-def mixed(edges: Iterable[Iterable[Term]], gates: Tensor | None, like: Tensor) -> Tensor:
+def mixed(edges: Iterable[Iterable[Term]], gates: Tensor | None, like: Tensor, out: Tensor | None = None) -> Tensor:
     """The sum over edges of the sum over an edge's tensors, each times its gate where there are gates.
 
-    They may be made as they are asked for, of something that lies where `like` lies.
+    They may be made as they are asked for, of something that lies where `like` lies. A kernel of ours puts the sum into
+    `out`, whose planes lie channel by channel.
     """
-    if not applies(like, gates) or not (gates is None or gates.is_contiguous()):
+    if not takes(like, gates) or not (gates is None or gates.is_contiguous()):
         return _by_torch(edges, gates)
     edges = [list(edge) for edge in edges]
     places, xs = zip(*(term for edge in edges for term in edge), strict=True)
-    if FEWEST <= len(xs) <= MOST and applies(*xs):
-        size = math.prod(xs[0].shape[1:])
-        kernels = compiled("mixing", NAMES, like.device, N=len(xs), V=values(size), T=THREADS)
+    if (FEWEST if out is None else 1) <= len(xs) <= MOST and all(map(takes, xs)) and len({x.dtype for x in xs}) == 1:
+        images, *sizes = xs[0].shape
+        turned = out is not None or any(map(by_channel, xs))
+        if turned:
+            xs = tuple(map(_in_one_piece, xs))
+        kinds = {"V": values(math.prod(xs[0].shape[1:]), half(xs[0])), "T": THREADS, "HALF": half(xs[0])}
+        kernels = compiled("mixing", NAMES, like.device, N=len(xs), **kinds)
         if kernels is not None:
-            return _Mixed.apply(gates, places, kernels, *xs)  # type: ignore[return-value]
+            y: Any = _Mixed.apply(gates, places, kernels, None if out is None else _in_one_piece(out), *xs)
+            return y.view(sizes[0], images, *sizes[1:]).transpose(0, 1) if turned else y
     return _by_torch(edges, gates)
 
 
@@ -119,16 +128,21 @@ def _sum(tensors: Iterable[Tensor]) -> Tensor:
     return reduce(add, tensors)
 
 
+def _in_one_piece(x: Tensor) -> Tensor:
+    """All planes channel by channel, as if they were one image."""
+    return x.transpose(0, 1).reshape(1, -1)
+
+
 def _in_pieces(x: Tensor) -> Tensor:
     """The tensor with every image in one piece, wherever the next one lies, at a place that suits wide reads."""
     _, *inner = x.stride()
     whole = inner == [math.prod(x.shape[i:]) for i in range(2, x.dim() + 1)]
-    return x if whole and x.storage_offset() % 4 == 0 and x.stride(0) % 4 == 0 else x.contiguous()
+    return x if whole and x.storage_offset() % 8 == 0 and x.stride(0) % 8 == 0 else x.contiguous()
 
 
 def _blocks(y: Tensor) -> tuple[int, int]:
     size = math.prod(y.shape[1:])
-    return -(-size // (THREADS * values(size))), len(y)
+    return -(-size // (THREADS * values(size, half(y)))), len(y)
 
 
 @lru_cache(maxsize=MOST)

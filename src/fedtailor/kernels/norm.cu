@@ -1,8 +1,8 @@
 // Batch normalisation of a training step, with the activation that follows it.
 //
 // A block has a channel; LANES threads at a time walk along a plane (one channel of one image), reading V values each.
-// Where planes lie channel by channel, all of a channel's are walked along as one. ACT, V, T and HALF are set by the compiler;
-// a size is that of a plane.
+// Where planes lie channel by channel, all of a channel's are walked along as one. The gradient comes in PARTS tensors with
+// an equal share of the channels each. ACT, V, T, PARTS and HALF are set by the compiler; a size is that of a plane.
 
 struct alignas(sizeof(Real) * V) Some {
     Real v[V];
@@ -22,14 +22,20 @@ __device__ inline float slope(float z) {
     return 1.f;
 }
 
-// Calls what is to be done at every place of the channel, V at a time.
+struct Parts {
+    const Real* at[PARTS];
+};
+
+// Calls what is to be done at every place of the channel, V at a time; places in the channel's part are given as well.
 template <typename Act>
 __device__ inline void walk(int channels, int batch, int size, int lanes, Act act) {
     const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes, groups = T / lanes;
+    const int share = channels / PARTS, own = PARTS > 1 ? blockIdx.x % share : blockIdx.x;
     for (int image = group; image < batch; image += groups) {
         const long plane = (long(image) * channels + blockIdx.x) * size;
+        const long in_part = (long(image) * share + own) * size;
 #pragma unroll 4
-        for (int i = lane * V; i < size; i += lanes * V) act(plane + i);
+        for (int i = lane * V; i < size; i += lanes * V) act(plane + i, in_part + i);
     }
 }
 
@@ -60,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(T)
     const int c = blockIdx.x, count = batch * size;
     const float origin = wide(x[long(c) * size]);  // sums of differences keep their digits
     float a = 0.f, b = 0.f;
-    walk(channels, batch, size, lanes, [&](long place) {
+    walk(channels, batch, size, lanes, [&](long place, long) {
         const Some s = at(x, place);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
@@ -81,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(T)
         }
     }
     const float w = weight ? weight[c] : 1.f, shift = bias ? bias[c] : 0.f;
-    walk(channels, batch, size, lanes, [&](long place) {
+    walk(channels, batch, size, lanes, [&](long place, long) {
         Some s = at(x, place);
 #pragma unroll
         for (int j = 0; j < V; ++j) s.v[j] = narrow(activated((wide(s.v[j]) - mean) * scale * w + shift));
@@ -90,15 +96,19 @@ extern "C" __global__ void __launch_bounds__(T)
 }
 
 extern "C" __global__ void __launch_bounds__(T)
-    backward(const Real* __restrict__ dy, const Real* __restrict__ x, const float* __restrict__ weight,
-             const float* __restrict__ bias, const float* __restrict__ seen, Real* __restrict__ dx,
-             float* __restrict__ dweight, float* __restrict__ dbias, int channels, int batch, int size, int lanes) {
+    backward(const Real* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
+             const float* __restrict__ seen, Real* __restrict__ dx, float* __restrict__ dweight,
+             float* __restrict__ dbias, Parts parts, int channels, int batch, int size, int lanes) {
     const int c = blockIdx.x, count = batch * size;
     const float mean = seen[c], scale = seen[channels + c];
+    const Real* dy = parts.at[0];
+#pragma unroll
+    for (int part = 1; part < PARTS; ++part)
+        if (c / (channels / PARTS) == part) dy = parts.at[part];
     const float w = weight ? weight[c] : 1.f, shift = bias ? bias[c] : 0.f;
     float a = 0.f, b = 0.f;
-    walk(channels, batch, size, lanes, [&](long place) {
-        const Some s = at(x, place), g = at(dy, place);
+    walk(channels, batch, size, lanes, [&](long place, long in_part) {
+        const Some s = at(x, place), g = at(dy, in_part);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
             const float h = (wide(s.v[j]) - mean) * scale, d = wide(g.v[j]) * slope(h * w + shift);
@@ -112,8 +122,8 @@ extern "C" __global__ void __launch_bounds__(T)
         dweight[c] = sums.y;
     }
     const float first = sums.x / count, second = sums.y / count;
-    walk(channels, batch, size, lanes, [&](long place) {
-        const Some s = at(x, place), g = at(dy, place);
+    walk(channels, batch, size, lanes, [&](long place, long in_part) {
+        const Some s = at(x, place), g = at(dy, in_part);
         Some out;
 #pragma unroll
         for (int j = 0; j < V; ++j) {

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compiling import Kernels, compiled, gradients, half, launch, takes
-from .layout import by_channel, laid_like
+from .compiling import Kernels, addresses, compiled, gradients, half, launch, takes
+from .layout import apart, by_channel, laid_like
 
 THREADS = 512  # of a block, at most
 EACH = 16  # values that a thread should have at least: idle ones keep other networks' blocks waiting
@@ -37,10 +38,12 @@ class Rule(NamedTuple):
 
 
 class _Norm(torch.autograd.Function):
+    """The output is handed out in parts, whose gradients come from different places and need not be put together."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule, kernels: Kernels
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule, parts: int, kernels: Kernels
+    ) -> tuple[Tensor, ...]:
         y, seen = torch.empty_like(x), x.new_empty((2, x.shape[1]), dtype=torch.float32)
         ctx.sizes = sizes = stretches(x)
         how = rule.layers(x.shape[1]), float(rule.momentum), float(rule.eps)
@@ -48,20 +51,20 @@ class _Norm(torch.autograd.Function):
         launch(kernels["forward"], *shape, x, weight, bias, y, seen, *rule.running, *sizes, *how)
         ctx.save_for_backward(x, weight, bias, seen)
         ctx.rule, ctx.kernels = rule, kernels
-        return y
+        return apart(y, parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, bias, seen = ctx.saved_tensors
         if torch.is_grad_enabled():  # somebody differentiates twice
             y = _by_torch(x, weight, bias, ctx.rule._replace(running=(None, None)))
-            return *gradients(y, (x, weight, bias), ctx.needs_input_grad[:3], grads[0]), None, None
+            return *gradients(y, (x, weight, bias), ctx.needs_input_grad[:3], torch.cat(grads, 1)), None, None, None
         dx, both = torch.empty_like(x), None if weight is None else torch.empty_like(seen)
         dweight, dbias = (None, None) if both is None else both.unbind()
-        tensors = (laid_like(grads[0].to(x.dtype), x), x, weight, bias, seen, dx, dweight, dbias)
+        tensors, dy = (x, weight, bias, seen, dx, dweight, dbias), [laid_like(g.to(x.dtype), x) for g in grads]
         channels, batch, size, _ = ctx.sizes
-        launch(ctx.kernels["backward"], (channels, 1), threads(batch * size), *tensors, *ctx.sizes)
-        return dx, dweight, dbias, None, None
+        launch(ctx.kernels["backward"], (channels, 1), threads(batch * size), *tensors, addresses(dy), *ctx.sizes)
+        return dx, dweight, dbias, None, None, None
 
 
 def stretches(x: Tensor) -> tuple[int, int, int, int]:
@@ -90,14 +93,20 @@ def values(size: int, half: int = 0) -> int:
 
 def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule) -> Tensor:
     """A training step's normalisation of [images, channels, height, width], and what follows it."""
+    return batch_norm_apart(x, weight, bias, rule, 1)[0]
+
+
+def batch_norm_apart(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule, parts: int) -> Sequence[Tensor]:
+    """The same in so many tensors, each with an equal share of the channels."""
     fits = small(x) and (weight is None) == (bias is None)
     if fits and takes(x, weight, bias, *rule.running) and not _channels_last(x):
         count, long = x.numel() // x.shape[1], stretches(x)[2]
-        kinds = {"ACT": ACTS[rule.act], "V": values(long, half(x)), "T": threads(count), "HALF": half(x)}
+        kinds = {"ACT": ACTS[rule.act], "V": values(long, half(x)), "T": threads(count), "PARTS": parts}
+        kinds |= {"HALF": half(x)}
         kernels = compiled("norm", ("forward", "backward"), x.device, **kinds)
         if kernels is not None:
-            return _Norm.apply(laid_like(x, x), weight, bias, rule, kernels)  # type: ignore[return-value]
-    return _by_torch(x, weight, bias, rule)
+            return _Norm.apply(laid_like(x, x), weight, bias, rule, parts, kernels)  # type: ignore[return-value]
+    return apart(_by_torch(x, weight, bias, rule), parts)
 
 
 def small(x: Tensor) -> bool:
@@ -122,7 +131,7 @@ class BatchNorm(nn.BatchNorm2d):
     """torch's layer, with the kernels in training. An activation that follows can be had with it."""
 
     def forward(self, input: Tensor, act: str = "") -> Tensor:
-        if input.is_cuda and self.training and self.momentum is not None and self.num_batches_tracked is None:
+        if takes(input) and self.training and self.momentum is not None and self.num_batches_tracked is None:
             rule = Rule((self.running_mean, self.running_var), self.momentum, self.eps, act)
             return batch_norm(input, self.weight, self.bias, rule)
         return ACTS_OF_TORCH[act](super().forward(input))

@@ -16,9 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.depthwise import Depthwise, depthwise
-from ..kernels.norm import Rule, batch_norm
+from ..kernels.layout import apart, by_channel
+from ..kernels.norm import Rule, batch_norm, batch_norm_apart
 
-Chain = nn.Sequential  # of ReLU, always before Depthwise, Conv2d without bias, BatchNorm2d and GroupNorm
+Chain = (
+    nn.Sequential
+)  # of ReLU, always before Depthwise, Conv2d without bias, BatchNorm2d and GroupNorm; a norm is last
 
 
 class SideBySide(nn.Module, ABC):
@@ -32,7 +35,8 @@ class SideBySide(nn.Module, ABC):
 def abreast(chains: Sequence[Chain], x: Tensor) -> list[Tensor]:
     """The outputs of chains that are alike in all but their weights."""
     relu = False  # that is still to be done
-    for layers in zip(*chains, strict=True):
+    *inner, norms = zip(*chains, strict=True)
+    for layers in inner:
         first = layers[0]
         if isinstance(first, nn.ReLU):
             relu = True
@@ -43,16 +47,21 @@ def abreast(chains: Sequence[Chain], x: Tensor) -> list[Tensor]:
             x = _convolve(layers, first, x)
         else:
             x = norm_abreast(layers, x)
-    return list(x.chunk(len(chains), 1))
+    return norm_apart(norms, x)
 
 
 def _convolve(layers: Sequence[nn.Module], first: nn.Conv2d, x: Tensor) -> Tensor:
     """Equal convolutions, each on its share of the channels."""
     weights = [cast(nn.Conv2d, layer).weight for layer in layers]
-    if x.is_cuda and first.kernel_size == (1, 1) and first.stride == (1, 1):
+    turned = by_channel(x)
+    if (x.is_cuda or turned) and first.kernel_size == (1, 1) and first.stride == (1, 1):
         # a product of matrices: the grouped kernels of CUDA's library transpose all they read and write
-        shares = x.unflatten(1, (len(layers), -1)).flatten(3)
         each = joined(weights).unflatten(0, (len(layers), -1)).flatten(2)
+        if turned:  # one for every layer
+            planes = x.transpose(0, 1)
+            shares = planes.unflatten(0, (len(layers), -1)).flatten(2)
+            return (each @ shares).view(-1, *planes.shape[1:]).transpose(0, 1)
+        shares = x.unflatten(1, (len(layers), -1)).flatten(3)
         return (each @ shares).flatten(1, 2).unflatten(2, x.shape[2:])
     groups = first.groups * len(layers)
     return F.conv2d(x, joined(weights), None, first.stride, first.padding, first.dilation, groups)
@@ -60,16 +69,25 @@ def _convolve(layers: Sequence[nn.Module], first: nn.Conv2d, x: Tensor) -> Tenso
 
 def norm_abreast(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     """Equal norms, each on its share of the channels."""
+    return _normed(layers, x, 1)[0]
+
+
+def norm_apart(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """The same, with a tensor for the output of each."""
+    return list(_normed(layers, x, len(layers)))
+
+
+def _normed(layers: Sequence[nn.Module], x: Tensor, parts: int) -> Sequence[Tensor]:
     first = layers[0]
     weight, bias = _all(layers, "weight"), _all(layers, "bias")
     if isinstance(first, nn.GroupNorm):
-        return F.group_norm(x, first.num_groups * len(layers), weight, bias, first.eps)
+        return apart(F.group_norm(x, first.num_groups * len(layers), weight, bias, first.eps), parts)
     assert isinstance(first, nn.BatchNorm2d)
     assert first.momentum is not None
     mean, variance = _all(layers, "running_mean"), _all(layers, "running_var")
     if not first.training:
-        return F.batch_norm(x, mean, variance, weight, bias, mean is None, 0.0, first.eps)
-    y = batch_norm(x, weight, bias, Rule((mean, variance), first.momentum, first.eps))
+        return apart(F.batch_norm(x, mean, variance, weight, bias, mean is None, 0.0, first.eps), parts)
+    y = batch_norm_apart(x, weight, bias, Rule((mean, variance), first.momentum, first.eps), parts)
     if first.momentum and mean is not None and variance is not None:
         _give_back(layers, "running_mean", mean)
         _give_back(layers, "running_var", variance)
@@ -110,7 +128,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return grads[0].chunk(ctx.many)
+        return grads[0].contiguous().chunk(ctx.many)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

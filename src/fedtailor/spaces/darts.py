@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError, unknown
+from ..kernels.layout import laid_by_channel
+from ..kernels.norm import BatchNorm, small
 from ..registry import register
 from ..seeds import Key, seed_of, torch_seed
 from .base import Arch, Dimension, Index, Space, Weights, counted
@@ -83,10 +85,14 @@ class Network(nn.Module):
                     raise UserError(
                         f"gates of the {kind} cell have shape {tuple(rows.shape)}, not ({len(EDGES)}, {self.choices})."
                     )
-        before = last = self.stem(x)
+        before = last = self._laid(self.stem(x))
         for cell in self.cells:
             before, last = last, cell(before, last, None if gates is None else gates[cell.kind])  # type: ignore[index]
         return self.head(last.mean((2, 3)))
+
+    def _laid(self, x: Tensor) -> Tensor:
+        """What the cells start from as their kernels want it in training: planes channel by channel."""
+        return laid_by_channel(x) if self.training and isinstance(self.stem.norm, BatchNorm) and small(x) else x
 
 
 @register("space", "darts")

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from ..kernels.compiling import is_plain
 from ..kernels.depthwise import Depthwise
+from ..kernels.halving import halves, shifted
+from ..kernels.layout import AvgPool, MaxPool, Pointwise, by_channel, laid_like
 from ..kernels.mixing import Term, fanned, mixed
 from ..kernels.random import uniform
-from .abreast import SideBySide, abreast, joined, lay, norm_abreast, norm_once
+from .abreast import SideBySide, abreast, joined, lay, norm_apart, norm_once
 from .base import Block
 from .layers import Counted, Dropout, Norm, norm_layer
 
@@ -89,24 +91,24 @@ class Halve(nn.Module):
         self.norm = norm_layer(norm, cout, affine)
 
     def forward(self, x: Tensor) -> Tensor:
+        if by_channel(x):
+            return Halve.abreast([self], x)[0]
         x = self.relu(x)
-        return self.norm(torch.cat((self.even(x), self.odd(_shifted(x))), dim=1))
+        return self.norm(torch.cat((self.even(x), self.odd(shifted(x))), dim=1))
 
     @staticmethod
     def abreast(layers: Sequence[Halve], x: Tensor) -> list[Tensor]:
         """The outputs of several of them on one input, computed as one."""
-        x = F.relu(x)
         even, odd = ([getattr(layer, name).weight for layer in layers] for name in ("even", "odd"))
-        halves = (F.conv2d(x, joined(even), stride=2), F.conv2d(_shifted(x), joined(odd), stride=2))
-        both = torch.cat([half.unflatten(1, (len(layers), -1)) for half in halves], dim=2).flatten(1, 2)
-        return list(norm_abreast([layer.norm for layer in layers], both).chunk(len(layers), 1))
-
-
-def _shifted(x: Tensor) -> Tensor:
-    """The image from its second row and column on; of an odd side with a row of zeros beyond the edge."""
-    height, width = x.shape[-2:]
-    x = x[..., 1:, 1:]
-    return F.pad(x, (0, width % 2, 0, height % 2)) if height % 2 or width % 2 else x
+        if by_channel(x):
+            planes = halves(x.transpose(0, 1))
+            each = joined([*even, *odd]).view(2, -1, x.shape[1]) @ planes.flatten(2)
+            both = each.unflatten(1, (len(layers), -1)).transpose(0, 1).reshape(-1, *planes.shape[2:]).transpose(0, 1)
+        else:
+            x = F.relu(x)
+            found = (F.conv2d(x, joined(even), stride=2), F.conv2d(shifted(x), joined(odd), stride=2))
+            both = torch.cat([half.unflatten(1, (len(layers), -1)) for half in found], dim=2).flatten(1, 2)
+        return norm_apart([layer.norm for layer in layers], both)
 
 
 class Noise(Counted):
@@ -152,25 +154,28 @@ class NormedPool(nn.Sequential):
 
         In training they are all the same: a norm without weights goes by its input alone.
         """
-        if not x.is_cuda:
+        if not (x.is_cuda or by_channel(x)):
             return []
         y = norm_once([layer[1] for layer in layers], layers[0][0](x)) if layers[0].training else None
         return [] if y is None else list(fanned(y, len(layers)))
 
 
-def _convolutions(
-    channels: int, kernel: int, strides: Sequence[int], dilation: int, norm: Norm, affine: bool
-) -> nn.Module:
+class Convolutions(nn.Sequential):
     """ReLU, depthwise, pointwise, norm, once per stride. The first ReLU leaves its input alone: other edges read it."""
-    layers: list[tuple[str, nn.Module]] = []
-    for i, stride in enumerate(strides):
-        layers += [
-            (f"relu{i}", nn.ReLU(inplace=i > 0)),
-            (f"depthwise{i}", Depthwise(channels, kernel, stride, dilation)),
-            (f"pointwise{i}", nn.Conv2d(channels, channels, 1, bias=False)),
-            (f"norm{i}", norm_layer(norm, channels, affine)),
-        ]
-    return nn.Sequential(OrderedDict(layers))
+
+    def __init__(self, c: int, kernel: int, strides: Sequence[int], dilation: int, norm: Norm, affine: bool) -> None:
+        layers: list[tuple[str, nn.Module]] = []
+        for i, stride in enumerate(strides):
+            layers += [
+                (f"relu{i}", nn.ReLU(inplace=i > 0)),
+                (f"depthwise{i}", Depthwise(c, kernel, stride, dilation)),
+                (f"pointwise{i}", Pointwise(c, c)),
+                (f"norm{i}", norm_layer(norm, c, affine)),
+            ]
+        super().__init__(OrderedDict(layers))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return abreast([self], input)[0] if by_channel(input) else super().forward(input)  # ReLUs on the way
 
 
 @dataclass(frozen=True)
@@ -196,13 +201,13 @@ class Operation(Block):
         kind, size = self.name.rsplit("_", 1)
         kernel = int(size[0])
         if kind == "sep_conv":
-            return _convolutions(c, kernel, (stride, 1), 1, self.norm, self.affine)
+            return Convolutions(c, kernel, (stride, 1), 1, self.norm, self.affine)
         if kind == "dil_conv":
-            return _convolutions(c, kernel, (stride,), 2, self.norm, self.affine)
+            return Convolutions(c, kernel, (stride,), 2, self.norm, self.affine)
         pool = (
-            nn.MaxPool2d(kernel, stride, kernel // 2)
+            MaxPool(kernel, stride, kernel // 2)
             if kind == "max_pool"
-            else nn.AvgPool2d(kernel, stride, kernel // 2, count_include_pad=False)
+            else AvgPool(kernel, stride, kernel // 2, count_include_pad=False)
         )
         if self.affine:
             return pool
@@ -222,7 +227,7 @@ class Preprocess(Block):
     def build(self) -> nn.Module:
         if self.halve:
             return Halve(self.cin, self.cout, self.norm, self.affine)
-        conv = nn.Conv2d(self.cin, self.cout, 1, bias=False)
+        conv = Pointwise(self.cin, self.cout)
         return nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=conv, norm=norm_layer(self.norm, self.cout, self.affine)))
 
 
@@ -310,22 +315,30 @@ class Cell(SideBySide):
         self.readers = [self._readers(state) for state in range(2 + NODES)]
 
     def _readers(self, state: int) -> int:
-        """How many read a state at most: operations, groups of them, the output; nodes ask the second input's shape."""
+        """How many read a state at most: operations, groups of them, the output; the second input's shape is asked."""
         edges = [cast(Edge, self.edges[e]) for e, (source, _) in enumerate(EDGES) if source == state]
-        return sum(map(len, edges)) + sum(1 for _ in self._alike(state)) + (1 if state > 1 else NODES)
+        return sum(map(len, edges)) + sum(1 for _ in self._alike(state)) + 1
 
     def forward(self, before: Tensor, last: Tensor, gates: Tensor | None) -> Tensor:
         states, out = [self._read(0, self.pre0(before)), self._read(1, self.pre1(last))], list[Tensor]()
-        made = self._leaving(0, states[0]) | self._leaving(1, states[1])
-        for node in range(2, 2 + NODES):
+        made, like = self._leaving(0, states[0]) | self._leaving(1, states[1]), next(states[1])
+        for node, room in zip(range(2, 2 + NODES), self._rooms(like), strict=True):
             if node > 2:
                 made |= self._leaving(node - 1, states[-1])
             into = [e for e in EDGES_INTO[node] if len(cast(Edge, self.edges[e]))]
-            like = next(states[1])
-            total = mixed((self._terms(e, states, made) for e in into), gates, like) if into else self._zero(like)
-            states.append(self._read(node, total))
+            terms = (self._terms(e, states, made) for e in into)
+            states.append(self._read(node, mixed(terms, gates, like, room) if into else self._zero(like)))
             out.append(next(states[-1]))
+        if by_channel(like):
+            return joined([x.transpose(0, 1) for x in out]).transpose(0, 1)
         return torch.cat(out, dim=1)
+
+    def _rooms(self, like: Tensor) -> Sequence[Tensor | None]:
+        """Where the nodes may lie, side by side as they are put out; None where they have to be put together."""
+        if not by_channel(like):
+            return [None] * NODES
+        images, channels, *size = self._shape(like)
+        return [room.transpose(0, 1) for room in like.new_empty((NODES * channels, images, *size)).chunk(NODES)]
 
     def _terms(
         self, e: int, states: Sequence[Iterator[Tensor]], made: Mapping[int, Mapping[str, Tensor]]
@@ -365,12 +378,21 @@ class Cell(SideBySide):
                 yield name, alike
 
     def lay(self) -> None:
+        for halve in [m for m in self.modules() if isinstance(m, Halve)]:
+            lay([halve.even, halve.odd])
         for state in range(2 + NODES):
             for _, alike in self._alike(state):
                 held = ([m for m in op.modules() if isinstance(m, LAID)] for op in alike.values())
-                for layers in zip(*held, strict=True):
+                rows = list(zip(*held, strict=True))
+                if isinstance(next(iter(alike.values())), Halve):  # all that are even, then all that are odd
+                    rows = [rows[0] + rows[1], *rows[2:]]
+                for layers in rows:
                     lay(layers)
 
-    def _zero(self, like: Tensor) -> Tensor:
+    def _shape(self, like: Tensor) -> tuple[int, int, int, int]:
+        """A node's, by that of an input."""
         n, c, height, width = like.shape
-        return like.new_zeros((n, c, (height + self.kind) // (1 + self.kind), (width + self.kind) // (1 + self.kind)))
+        return n, c, (height + self.kind) // (1 + self.kind), (width + self.kind) // (1 + self.kind)
+
+    def _zero(self, like: Tensor) -> Tensor:
+        return laid_like(like.new_zeros(self._shape(like)), like)
