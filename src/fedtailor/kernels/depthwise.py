@@ -18,7 +18,7 @@ from .layout import by_channel, empty_like_laid, laid_like
 
 THREADS = 128
 SHARED = 48 << 10  # bytes of shared memory that any card gives a block
-BLOCKS = 128  # that keep a card busy
+BLOCKS = 512  # that keep a card busy
 NAMES = ("forward", "images", "filters")
 
 
