@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="instead of the preset's; not for rows with their own")
     parser.add_argument("--lr", type=float, default=0.0, help="instead of the tuned one")
     parser.add_argument("--tune", action="store_true", help="try the rows' learning rates instead of running them")
+    parser.add_argument("--tune-first", action="store_true", help="try those of rows for which none is chosen yet")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop cleanly before so many; 0: no limit")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
     parser.add_argument("--beside", type=int, default=1, help="runs that share the card, as the results will say")
@@ -287,9 +288,11 @@ def main() -> None:
     done: list[dict[str, Any]] = []
     try:
         for row in wanted:
-            if args.tune:
+            if args.tune or (args.tune_first and rate(args, row) is None):
                 tune(args, row, clock)
-            elif found := train(args, row, clock):
+            if args.tune:
+                continue
+            if found := train(args, row, clock):
                 done.append(found)
             else:
                 break

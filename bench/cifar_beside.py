@@ -65,16 +65,16 @@ class Queue:
 
     def run(self) -> bool:
         """Whether all rows' processes ended well."""
-        return all(self._ends_well(row, "--tune") and self._ends_well(row) for row in self.rows)
+        return all(map(self._ends_well, self.rows))
 
-    def _ends_well(self, row: str, *options: str) -> bool:
+    def _ends_well(self, row: str) -> bool:
         self.out.mkdir(parents=True, exist_ok=True)
         for attempt in range(TRIES):
             left = self.end - time.monotonic()
             if left < SHORTEST:
                 return True  # the next command goes on
-            command = [sys.executable, str(SCRIPT), self.federation, "--rows", row, "--out", str(self.out)]
-            command += ["--minutes", f"{left / 60:.3f}", *options, *self.more]
+            command = [sys.executable, str(SCRIPT), self.federation, "--rows", row, "--tune-first"]
+            command += ["--out", str(self.out), "--minutes", f"{left / 60:.3f}", *self.more]
             with (self.out / "log.txt").open("a") as log:
                 code = subprocess.run(command, stdout=log, stderr=log, env=self.environment, check=False).returncode
             if code == 0:

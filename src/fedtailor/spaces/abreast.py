@@ -19,9 +19,7 @@ from ..kernels.depthwise import Depthwise, depthwise
 from ..kernels.layout import apart, by_channel
 from ..kernels.norm import Rule, batch_norm, batch_norm_apart
 
-Chain = (
-    nn.Sequential
-)  # of ReLU, always before Depthwise, Conv2d without bias, BatchNorm2d and GroupNorm; a norm is last
+Chain = nn.Sequential  # of ReLU, always before Depthwise, Conv2d without bias, BatchNorm2d and GroupNorm, which is last
 
 
 class SideBySide(nn.Module, ABC):
