@@ -64,7 +64,7 @@ HALF = {"method.name": "fedavg-ft", "method.epochs": 5.0, "method.lr": 0.001, "m
 
 def shared_endings(epochs: float, **as_is: Any) -> dict[str, Ending]:
     """For methods that give a client a network others have trained too."""
-    rates = (0.001, 0.003, 0.01)
+    rates = (0.0003, 0.001, 0.003)
     return {
         "as it is": Ending(_dotted(as_is)),
         "prior": Ending({**_dotted(as_is), **PRIOR}),
@@ -77,11 +77,11 @@ def prior_endings(epochs: float, **as_is: Any) -> dict[str, Ending]:
     """For rows that were trained with the prior in every client's loss."""
     return {
         "as it is": Ending(_dotted(as_is)),
-        **{f"fine-tuned@{lr}": tuned(epochs, lr, **as_is) for lr in (0.001, 0.003)},
+        **{f"fine-tuned@{lr}": tuned(epochs, lr, **as_is) for lr in (0.0003, 0.001)},
     }
 
 
-def own_endings(epochs: float, rates: tuple[float, ...] = (0.001, 0.003)) -> dict[str, Ending]:
+def own_endings(epochs: float, rates: tuple[float, ...] = (0.0003, 0.001)) -> dict[str, Ending]:
     """For methods whose clients have networks of their own."""
     return {"as it is": Ending(), **{f"fine-tuned@{lr}": tuned(epochs, lr) for lr in rates}}
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedtailor.config import load
 from fedtailor.engine.cuda import CudaEngine
@@ -60,15 +60,13 @@ def heaviest(slot: FitSlot, replays: int = 3) -> tuple[float, list[tuple[str, fl
 class Layers:
     """All layers of one kind, forth and back on inputs of their own, as one graph on a lane."""
 
-    seen: list[tuple[nn.Module, torch.Size, dict[str, Any]]]
+    seen: list[tuple[nn.Module, Tensor, dict[str, Any]]]  # with inputs laid out as the network lays them
     lane: Lane
 
     def __post_init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.lane.stream):
-            inputs = [
-                torch.randn(shape, device=self.lane.stream.device, requires_grad=True) for _, shape, _ in self.seen
-            ]
+            inputs = [torch.randn_like(x).requires_grad_() for _, x, _ in self.seen]
             torch.cuda.synchronize()
             self.lane.begin(self.graph)
             for x, (layer, _, more) in zip(inputs, self.seen, strict=True):
@@ -90,12 +88,12 @@ def kind_of(layer: nn.Module) -> str:
     return next((name for kind, name in kinds.items() if isinstance(layer, kind)), "")
 
 
-def layers_of(net: nn.Module, batch: int) -> dict[str, list[tuple[nn.Module, torch.Size, dict[str, Any]]]]:
-    """A network's layers by kind, with the shapes of their inputs and what else they are called with."""
-    found: dict[str, list[tuple[nn.Module, torch.Size, dict[str, Any]]]] = defaultdict(list)
+def layers_of(net: nn.Module, batch: int) -> dict[str, list[tuple[nn.Module, Tensor, dict[str, Any]]]]:
+    """A network's layers by kind, with their inputs and what else they are called with."""
+    found: dict[str, list[tuple[nn.Module, Tensor, dict[str, Any]]]] = defaultdict(list)
 
     def note(layer: nn.Module, args: tuple[Any, ...], more: dict[str, Any], _: object) -> None:
-        found[kind_of(layer)].append((layer, args[0].shape, more))
+        found[kind_of(layer)].append((layer, args[0].detach(), more))
 
     inside = {id(part) for m in net.modules() if kind_of(m) == "gates" for part in m.modules() if part is not m}
     looked_at = [m for m in net.modules() if kind_of(m) and id(m) not in inside]

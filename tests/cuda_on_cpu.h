@@ -1,12 +1,13 @@
-// Enough of CUDA to run the kernels' sources on a processor: a thread for every thread, one block after the other.
-// Shared memory starts as something that is no number.
-#include <atomic>
-#include <barrier>
+// Enough of CUDA to run the kernels' sources on a processor: one block after the other, its threads in turns, each until it
+// has to wait for others. Shared memory starts as something that is no number.
+#include <setjmp.h>
+#include <ucontext.h>
+
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #define __global__
@@ -21,27 +22,75 @@ struct float2 {
     float x, y;
 };
 
-static thread_local Place threadIdx;
-static Place blockIdx, gridDim;
-static std::unique_ptr<std::barrier<>> together;
-static std::vector<std::unique_ptr<std::barrier<>>> warps;
+static Place threadIdx, blockIdx, gridDim;
 static float exchanged[1024];
+
+constexpr int STACK = 256 << 10;
+struct Thread {
+    ucontext_t first;  // where it begins, on a stack of its own
+    jmp_buf at;        // and where it goes on; jumps are faster than contexts, which ask the system
+    std::unique_ptr<char[]> stack{new char[STACK]};
+    bool begun, done;
+};
+static std::vector<Thread> threads_of_block;
+static jmp_buf turns;  // who says whose turn it is
+static std::function<void()> work;
+
+static void next_turn() {
+    if (_setjmp(threads_of_block[threadIdx.x].at) == 0) _longjmp(turns, 1);
+}
+
+static void take_turn(int i) {
+    Thread& thread = threads_of_block[i];
+    threadIdx = {i, 0};
+    if (_setjmp(turns) != 0) return;
+    if (thread.begun) _longjmp(thread.at, 1);
+    thread.begun = true;
+    setcontext(&thread.first);
+}
+
+// Those who arrive wait for all others that are still at work.
+struct Barrier {
+    int working, arrived = 0, times = 0;
+
+    void check() {
+        if (arrived < working) return;
+        arrived = 0;
+        ++times;
+    }
+    void wait() {
+        const int now = times;
+        ++arrived;
+        check();
+        while (times == now) next_turn();
+    }
+    void leave() {
+        --working;
+        if (working) check();
+    }
+};
+static std::unique_ptr<Barrier> together;
+static std::vector<Barrier> warps;
 
 static unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 static float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 
 static void __threadfence() {}
 
-static int atomicAdd(int* at, int value) { return std::atomic_ref<int>(*at).fetch_add(value); }
+static int atomicAdd(int* at, int value) {
+    const int before = *at;
+    *at += value;
+    return before;
+}
 
-static void __syncthreads() { together->arrive_and_wait(); }
+static void __syncthreads() { together->wait(); }
 
 static float __shfl_xor_sync(unsigned, float value, int lane) {
-    auto& warp = *warps[threadIdx.x / 32];
+    Barrier& warp = warps[threadIdx.x / 32];
     exchanged[threadIdx.x] = value;
-    warp.arrive_and_wait();
+    warp.wait();
     const float other = exchanged[threadIdx.x ^ lane];
-    warp.arrive_and_wait();
+    warp.wait();
     return other;
 }
 
@@ -51,22 +100,37 @@ static float* poisoned(int size) {
     return memory;
 }
 
+static void begin_thread() {
+    const int mine = threadIdx.x;
+    work();
+    threads_of_block[mine].done = true;
+    together->leave();
+    warps[mine / 32].leave();
+    _longjmp(turns, 1);
+}
+
 template <typename Kernel>
 static void run(int width, int height, int threads, Kernel kernel) {
     gridDim = {width, height};
+    work = kernel;
+    threads_of_block.resize(threads);
     for (int block = 0; block < width * height; ++block) {
         blockIdx = {block % width, block / width};
-        together = std::make_unique<std::barrier<>>(threads);
-        warps.clear();
-        for (int i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<std::barrier<>>(32));
-        std::vector<std::thread> all;
-        for (int i = 0; i < threads; ++i)
-            all.emplace_back([&, i] {
-                threadIdx = {i, 0};
-                kernel();
-                together->arrive_and_drop();
-                warps[i / 32]->arrive_and_drop();
-            });
-        for (auto& thread : all) thread.join();
+        together = std::make_unique<Barrier>(threads);
+        warps.assign(threads / 32, Barrier{32});
+        for (Thread& thread : threads_of_block) {
+            getcontext(&thread.first);
+            thread.first.uc_stack = {.ss_sp = thread.stack.get(), .ss_size = STACK};
+            thread.begun = thread.done = false;
+            makecontext(&thread.first, begin_thread, 0);
+        }
+        for (bool left = true; left;) {
+            left = false;
+            for (int i = 0; i < threads; ++i) {
+                if (threads_of_block[i].done) continue;
+                take_turn(i);
+                left |= !threads_of_block[i].done;
+            }
+        }
     }
 }

@@ -20,7 +20,16 @@ from fedtailor.kernels import compiling
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
+FLAGS = ["-std=c++20", "-w", "-fPIC"]
 _built = Path(tempfile.mkdtemp(prefix="kernels-"))
+
+
+@lru_cache
+def headers() -> Path:
+    """A folder with the header, compiled once for all kernels."""
+    shutil.copy(HERE / "cuda_on_cpu.h", _built)
+    subprocess.run([str(COMPILER), *FLAGS, "-x", "c++-header", str(_built / "cuda_on_cpu.h")], check=True)
+    return _built
 
 
 @lru_cache
@@ -41,8 +50,7 @@ def compiled(name: str, names: tuple[str, ...], device: torch.device, **values: 
     text = "\n".join(parts)
     library = _built / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     (code := library.with_suffix(".cpp")).write_text(text, encoding="utf-8")
-    flags = ["-std=c++20", "-w", "-shared", "-fPIC", "-pthread", f"-I{HERE}"]
-    subprocess.run([str(COMPILER), *flags, "-o", str(library), str(code)], check=True)
+    subprocess.run([str(COMPILER), *FLAGS, "-shared", f"-I{headers()}", "-o", str(library), str(code)], check=True)
     loaded = ctypes.CDLL(str(library))
     return {kernel: getattr(loaded, f"go_{kernel}") for kernel in names}
 
@@ -52,7 +60,7 @@ def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: compiling.
 
 
 def applies(*tensors: Tensor | None) -> bool:
-    return not compiling.is_plain()
+    return not compiling.is_plain() and not any(t is not None and t.is_meta for t in tensors)  # networks are counted so
 
 
 def takes(images: Tensor | None, *tensors: Tensor | None) -> bool:
