@@ -9,8 +9,8 @@ finished is collected with
     python bench/cifar.py --collect DIR/*
 
 One run leaves about a quarter of a card idle while Python prepares; three or four fill it. They share it through
-NVIDIA's MPS where that is installed. A card that is shared so refuses memory now and then to a process that has just
-begun; such a process is started again. Options that are not named below go to bench/cifar.py.
+NVIDIA's MPS where that is installed, and each plans with its part of the memory. A process that is refused memory all
+the same is started again. Options that are not named below go to bench/cifar.py.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def main() -> None:
     end = time.monotonic() + 60 * args.minutes
     with shared_card() as environment, ThreadPoolExecutor(len(args.queues)) as pool:
         more += [f"--beside={len(args.queues)}"]
+        environment["FEDTAILOR_GPU_SHARE"] = f"{1 / len(args.queues):.3f}"
         queues = [Queue(word, args.out, end, more, environment) for word in args.queues]
         running = []
         for queue in queues:

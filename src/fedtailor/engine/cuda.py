@@ -28,6 +28,7 @@ from .local import Cannot, LocalEngine, Memory
 from .loops import LoopReplay, LoopSlot, OwnStep
 from .outfit import fit_out
 from .replay import FitSlot, Forwards, Lane, Replay, Step, no_garbage, on
+from .room import Room
 from .shelf import Shelf
 from .slots import Slots
 from .stack import FEWEST, StackSlot, equals, stacking_pays
@@ -57,13 +58,13 @@ class CudaEngine(LocalEngine):
     ) -> None:
         super().__init__(device, precision=precision)
         self.at_once, self.crowd = at_once, CROWD
-        self._memory = torch.cuda.get_device_properties(device).total_memory
+        self.room = Room(device)
         lanes = [Lane(torch.cuda.Stream(device)) for _ in range(at_once)]
         self.slots = Slots(self._make, lanes, slots, self.precision)
         self._stacks: OrderedDict[Step, StackSlot | None] = OrderedDict()  # None: not worth it
         self._forwards: WeakKeyDictionary[nn.Module, Forwards] = WeakKeyDictionary()
         self._foresee: Callable[[], Sequence[Arch]] | None = None
-        self.shelf = Shelf(device, int(MEMORIES * self._memory))
+        self.shelf = Shelf(device, int(MEMORIES * self.room.size))
         self._losses: list[tuple[str, Tensor]] = []  # by label, that nobody has looked at
         self._scores: dict[int, tuple[Tensor, torch.cuda.Stream]] = {}  # begun, by the number of the work that waits
         self._say, self._told = say, set[str]()
@@ -72,7 +73,7 @@ class CudaEngine(LocalEngine):
     def plan(self, largest: Cost, batch: int, clients: int) -> None:
         """Says what the card will hold, and lowers what is under way at once where that would not fit."""
         each = SLACK * largest.training_memory(batch) + WORKSPACE
-        free, _ = torch.cuda.mem_get_info(self.device)
+        free = self.room.free()
         self.at_once, self.crowd = (max(1, min(most, int(free / each))) for most in (self.at_once, self.crowd))
         self.slots.most = max(self.at_once, min(self.slots.most, int(free / 2 / each)))
         self._say(
@@ -254,7 +255,7 @@ class CudaEngine(LocalEngine):
         new: set[Step] = set()  # steps used for the first time
         most = 0  # bytes that one of them took
         for _, label, job in batch:
-            before = self._free_memory()
+            before = self.room.free()
             if replays and before < SLACK * most:
                 break
             try:
@@ -262,7 +263,7 @@ class CudaEngine(LocalEngine):
             except torch.OutOfMemoryError as error:  # nothing of this client has run yet
                 self._make_room(len(replays), label, error)
                 break
-            most = max(most, before - self._free_memory())
+            most = max(most, before - self.room.free())
             self._queue(replays, -(-AHEAD // len(replays)))  # the card works on these while the next one is captured
         if not replays:
             return {}
@@ -327,7 +328,7 @@ class CudaEngine(LocalEngine):
         They are this round's new steps with the next round's archs in place of its own.
         """
         patterns = {key._replace(arch=()) for key in new if key.train is None}
-        if not patterns or self._foresee is None or self._free_memory() < SHARE * self._memory:
+        if not patterns or self._foresee is None or self.room.free() < SHARE * self.room.size:
             return
         foresee, self._foresee = self._foresee, None
         busy = Counter(replay.key for replay in replays if isinstance(replay, FitSlot))
@@ -335,14 +336,6 @@ class CudaEngine(LocalEngine):
             for key in (pattern._replace(arch=arch) for pattern in patterns):
                 for _ in range(wanted - busy[key] - len(self.slots.free.get(key, ()))):
                     yield key
-
-    def _free_memory(self) -> int:
-        """Bytes that can still be had, from the driver or from what torch holds unused."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        held = torch.cuda.memory_stats_as_nested_dict(self.device)
-        if not held:
-            return free
-        return free + held["reserved_bytes"]["all"]["current"] - held["allocated_bytes"]["all"]["current"]
 
     def _prepare(self, label: str, job: Job, new: set[Step], taken: set[Lane]) -> Replay:
         with self._named(label):
@@ -368,7 +361,7 @@ class CudaEngine(LocalEngine):
     # scoring ----------------------------------------------------------------------------------------------------
 
     def _logits(self, net: nn.Module, images: Tensor) -> Tensor:
-        return self._forwards[net](net, images, lambda: self._free_memory() > SHARE * self._memory)
+        return self._forwards[net](net, images, lambda: self.room.free() > SHARE * self.room.size)
 
     def forget(self) -> None:
         """Drops every captured step and network that no client holds."""
