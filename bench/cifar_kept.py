@@ -111,10 +111,6 @@ def best(tried: Sequence[Mapping[str, Any]]) -> float:
     return float(min(tried, key=lambda t: (-t["val"], t["lr"]))["lr"])
 
 
-def lines_of_tuning(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [line for line in lines if "endings" not in line]
-
-
 # travelling ----------------------------------------------------------------------------------------------------------
 
 
@@ -160,15 +156,19 @@ def collect(folders: Sequence[Path]) -> None:
     others_file = RESULTS / "rates.jsonl"
     others = others_file.read_text().splitlines() if others_file.exists() else []
     for line in lines:
-        if "endings" in line:
-            if line["config"]["local"]["lr"] != chosen(line["federation"], line["row"], tried + lines_of_tuning(lines)):
-                others += [text for text in [json.dumps(line, sort_keys=True)] if text not in others]
-                continue
-            path = RESULTS / f"{line['federation']}-{line['row']}-{line['seed']}.json"
-            path.write_text(json.dumps(line, sort_keys=True) + "\n")
-            print(path)
-        elif line not in tried:
+        if "endings" not in line and line not in tried:
             tried.append(line)
+    for line in (line for line in lines if "endings" in line):
+        text, lr = json.dumps(line, sort_keys=True), line["config"]["local"]["lr"]
+        if lr == chosen(line["federation"], line["row"], tried):
+            path = RESULTS / f"{line['federation']}-{line['row']}-{line['seed']}.json"
+            path.write_text(f"{text}\n")
+            print(path)
+        elif text not in others:
+            others.append(text)
+            print(
+                f"{line['federation']}, {line['row']}: a run at lr {lr:g}, not the chosen one: {others_file}"
+            )
     others_file.write_text("".join(f"{text}\n" for text in others))
     tried.sort(key=lambda t: (t["federation"], t["row"], t["lr"], t["rounds"]))
     tried_file.write_text("".join(json.dumps(t, sort_keys=True) + "\n" for t in tried))

@@ -112,7 +112,8 @@ def test_rows_side_by_side_start_again_when_a_process_fails(tmp_path: Path, monk
     beside = script("cifar_beside")
     codes, ran = iter([1, 0, 0]), []
 
-    def run(command: list[str], **_: Any) -> SimpleNamespace:
+    def run(command: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
+        assert env["FEDTAILOR_GPU_SHARE"] == "1.000"
         ran.append((command[command.index("--rows") + 1], "--tune-first" in command, command[-3:]))
         return SimpleNamespace(returncode=next(codes))
 
