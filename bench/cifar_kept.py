@@ -166,9 +166,7 @@ def collect(folders: Sequence[Path]) -> None:
             print(path)
         elif text not in others:
             others.append(text)
-            print(
-                f"{line['federation']}, {line['row']}: a run at lr {lr:g}, not the chosen one: {others_file}"
-            )
+            print(f"{line['federation']}, {line['row']}: a run at lr {lr:g}, not the chosen one: {others_file}")
     others_file.write_text("".join(f"{text}\n" for text in others))
     tried.sort(key=lambda t: (t["federation"], t["row"], t["lr"], t["rounds"]))
     tried_file.write_text("".join(json.dumps(t, sort_keys=True) + "\n" for t in tried))
