@@ -167,7 +167,10 @@ def rate(args: argparse.Namespace, row: str) -> float | None:
 
 
 def train(args: argparse.Namespace, row: str, clock: Clock) -> dict[str, Any] | None:
-    """Runs a row or what is left of it; its result, or None where the time was too short."""
+    """Runs a row or what is left of it; its result, or None where the time was too short.
+
+    Once all rounds are done there is a result, which lacks the endings that are still to come.
+    """
     lr = rate(args, row)
     if lr is None:
         print(f"{row}: its learning rate is not chosen yet. Run it with --tune first, or give --lr.", flush=True)
@@ -184,10 +187,14 @@ def train(args: argparse.Namespace, row: str, clock: Clock) -> dict[str, Any] | 
     except Late:
         pack(folder, args.out)
         print(f"{name}: the time is over; the same command goes on", flush=True)
-        return None
-    found = result(args.federation, row, folder) | {"beside": args.beside}
+        return sofar(args, row, folder) if any((folder / "endings").glob("*.json")) else None
+    found = sofar(args, row, folder)
     (folder / "result.json").write_text(json.dumps(found))
     return found
+
+
+def sofar(args: argparse.Namespace, row: str, folder: Path) -> dict[str, Any]:
+    return result(args.federation, row, folder) | {"beside": args.beside}
 
 
 def go(config: Config, folder: Path, row: Row, clock: Clock, args: argparse.Namespace, watch: Watcher) -> None:

@@ -162,6 +162,9 @@ def collect(folders: Sequence[Path]) -> None:
         text, lr = json.dumps(line, sort_keys=True), line["config"]["local"]["lr"]
         if lr == chosen(line["federation"], line["row"], tried):
             path = RESULTS / f"{line['federation']}-{line['row']}-{line['seed']}.json"
+            if path.exists() and len(json.loads(path.read_text())["endings"]) > len(line["endings"]):
+                print(f"{path} has more endings: kept")
+                continue
             path.write_text(f"{text}\n")
             print(path)
         elif text not in others:

@@ -179,7 +179,7 @@ def cells(x: Shown, spec: Row, federation: Federation, first: bool) -> list[str]
         f"{hours:.2f}",
         spec.hours,
         f"{minutes:.1f}" if minutes else "",
-        "; ".join(n for n in notes(one, spec, federation) if n),
+        "; ".join(n for n in [*notes(one, spec, federation), to_come(x.results, spec)] if n),
     ]
 
 
@@ -200,6 +200,14 @@ def notes(one: Mapping[str, Any], spec: Row, federation: Federation) -> list[str
         "" if on_a_gpu(one) else "on a processor",
         spec.note,
     ]
+
+
+def to_come(results: Sequence[Mapping[str, Any]], spec: Row) -> str:
+    """Values of endings that not all seeds have tried, where other values were."""
+    tried = {name for name in spec.endings if "@" in name and all(name in r["endings"] for r in results)}
+    begun = {name.split("@")[0] for name in tried}
+    left = [n.replace("@", " at ") for n in spec.endings if n not in tried and n.split("@")[0] in begun]
+    return f"not tried with every seed: {', '.join(left)}" if left else ""
 
 
 def on_a_gpu(run: Mapping[str, Any]) -> bool:
