@@ -21,7 +21,8 @@ from torch import nn
 
 from ..card import LOSS, Message
 from ..engine.client import Client
-from ..method import Card, Job, Reply, Server, Task
+from ..engine.jobs import Measured
+from ..method import Card, Job, Reply, Seat, Server, Task
 from ..options import Count, NonNegative, Positive
 from ..registry import register
 from ..search import perturbation, spider_milenas
@@ -43,6 +44,7 @@ class Spider(FedAvg):
         "Deleted edges stay off, and val joins train only when this is done",
         "candidates are scored on the statistics of the val images, as in the authors' code, without updating v_k's",
         "v_k starts at the first w it meets, with lambda = 0 at the initial weights; the authors draw others",
+        "with lambda = 0 nobody reads w, so it is neither trained nor sent; v_k is the same",
         "optimisers start anew every round, and clients are averaged by their training images",
         "neither the arch nor the weights of v_k are sent; the authors' code sends both for its log",
         "a client that misses rounds catches up on the search when it is back; one never called trains v_k at the end",
@@ -60,7 +62,7 @@ class Spider(FedAvg):
         holds={"weights": "the supernet w"},
     )
 
-    lamda: NonNegative = 0.01  # lambda of eq. 4: 0 is local search without the others, inf is v_k = w_share
+    lamda: NonNegative = 0.01  # lambda of eq. 4: 0 is local search, nothing is sent; inf is v_k = w_share
     searcher: Literal["perturbation", "milenas"] = "perturbation"
     warm_up: Count = 0  # t_s, rounds before the search; 0: 30 in 1000
     tau: Count = 0  # recovery period, rounds between two decisions; 0: 20 in 1000
@@ -80,18 +82,24 @@ class Spider(FedAvg):
         if self.searcher == "milenas":
             require_relaxable(job, self.lamda, self.search_rounds)
 
+    def ask(self, server: Server, client: Seat) -> Task:
+        return super().ask(server, client) if self.lamda else Task()  # without a pull nobody reads w
+
     async def work(self, task: Task, client: Client) -> Reply:  # Algorithm 1, ClientLocalSearch
         perturbation.require_val(client)
+        if not self.lamda:
+            return Reply(facts={"loss": await self._train_own(task, client)})
         # Line 17 comes before line 10, and line 18 sees the same batches after both. No update reads the other's, so
         # this is the paper's alternation; and what is sent is there before anything private is touched.
         net = network(client, task.weights, cells_of(client.space).full_keep)
-        merged = self.merge_val and self._over(client.round - 1, client.rounds)
-        loss = await client.fit(net, on="train+val" if merged else "train")
+        loss = await client.fit(net, on=self._split(client))
         reply = Reply(client.take(net), facts={"loss": loss})
         await self._train_own(task, client)
         return reply
 
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:  # line 6
+        if not self.lamda:
+            return server
         whole = cells_of(server.space).full_keep
         return server.replace(weights=server.paste([replace(r, arch=whole) for r in replies]))  # type: ignore[arg-type]
 
@@ -101,17 +109,17 @@ class Spider(FedAvg):
             return mixture(v, client)
         net = self._network(client, v, search.keep)
         if "search" not in client.memory:  # no round has called this client
-            await self._fit(net, task, client)
+            await self._fit(net, task, client, "train")
         return net
 
-    def shared(self, server: Server) -> Task:
-        return Task(server.weights, cells_of(server.space).full_keep)  # type: ignore[arg-type]
+    def shared(self, server: Server) -> Task | None:
+        return Task(server.weights, cells_of(server.space).full_keep) if self.lamda else None  # type: ignore[arg-type]
 
-    async def _train_own(self, task: Task, client: Client) -> None:
+    async def _train_own(self, task: Task, client: Client) -> Measured:
         (v, search), t = self._own(task, client), client.round - 1  # the paper counts from 0
         if self.searcher == "milenas" and not self._over(t, client.rounds):
             net = mixture(relaxed(v, client), client)
-            await train_relaxed(net, client, task.weights, self.lamda, self.alpha_lr, self.alpha_val)
+            loss = await train_relaxed(net, client, task.weights, self.lamda, self.alpha_lr, self.alpha_val)
         else:
             search = replace(search, keep=discrete(v)) if is_relaxed(v) else search
             net, before = self._network(client, v, search.keep), search.keep
@@ -120,13 +128,20 @@ class Spider(FedAvg):
                 search = await decide(search, due, partial(accuracy, client, net), client.rng("ties"))
             if search.keep != before:
                 net = self._network(client, v, search.keep)
-            await self._fit(net, task, client, again=True)
+            loss = await self._fit(net, task, client, self._split(client))
         client.memory |= {"search": asdict(search)} | ({} if self.lamda == math.inf else {"v": client.copy(net)})
+        return loss
 
-    async def _fit(self, net: nn.Module, task: Task, client: Client, again: bool = False) -> None:
-        """Lines 11 to 14 and 18. Of w^t the pull reads the entries that the network has: w_share."""
-        if self.lamda < math.inf:
-            await client.fit(net, pull=(task.weights, self.lamda), again=again)
+    async def _fit(self, net: nn.Module, task: Task, client: Client, on: str) -> Measured:
+        """Lines 11 to 14 and 18, on w's batches. Of w^t the pull reads the entries that the network has: w_share."""
+        if self.lamda == math.inf:
+            return math.nan  # v_k is w_share: there is nothing to train
+        return await client.fit(net, pull=(task.weights, self.lamda), on=on, again=True)
+
+    def _split(self, client: Client) -> str:
+        """What is trained on in this round."""
+        over = self.merge_val and self._over(client.round - 1, client.rounds)
+        return "train+val" if over else "train"
 
     def _own(self, task: Task, client: Client) -> tuple[Weights, Search]:
         """v_k and how far its search is."""

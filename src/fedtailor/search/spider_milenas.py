@@ -67,7 +67,7 @@ async def train_relaxed(
 ) -> Measured:
     """A round of v and α on the client's train and val."""
     weights = [p for _, p in net.named_parameters()]
-    anchors = [anchor[name] for name, _ in net.named_parameters()]
+    anchors = [anchor[name] for name, _ in net.named_parameters()] if lamda else []
     step = milenas_step(
         lambda x, y: client.loss(net, x, y),
         weights,
