@@ -65,12 +65,15 @@ class Local:
 
         cuda = parameters[0].is_cuda
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(parameters, lr, weight_decay=self.weight_decay, fused=cuda, capturable=cuda)
-        how = {"fused": True} if cuda else {"foreach": True}
-        made = torch.optim.SGD(parameters, lr, momentum=self.momentum, weight_decay=self.weight_decay, **how)
-        if cuda and self.momentum:  # the fused kernel wants every momentum to be there, also of weights not yet used
-            for p in parameters:
-                made.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            made = torch.optim.AdamW(parameters, weight_decay=self.weight_decay, fused=cuda, capturable=cuda)
+        else:
+            how = {"fused": True} if cuda else {"foreach": True}
+            made = torch.optim.SGD(parameters, momentum=self.momentum, weight_decay=self.weight_decay, **how)
+            if cuda and self.momentum:  # the fused kernel wants all momenta to be there, also of weights not yet used
+                for p in parameters:
+                    made.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        for group in made.param_groups:
+            group["lr"] = lr  # given at once, a rate on the card would be read back to see whether it is negative
         return made
 
 

@@ -137,8 +137,11 @@ class Stream:
 
 def joint_order(streams: Sequence[Stream], steps: int) -> Tensor:
     """Positions for several streams of one store, [steps, streams, width]."""
-    found = np.stack([shuffled(s.split, s.batch, steps, s.seed) for s in streams], axis=1)
-    return torch.from_numpy(found).to(streams[0].split.labels.device)
+    found = torch.from_numpy(np.stack([shuffled(s.split, s.batch, steps, s.seed) for s in streams], axis=1))
+    device = streams[0].split.labels.device
+    if device.type != "cuda":
+        return found.to(device)
+    return found.pin_memory().to(device, non_blocking=True)  # else the host would wait for all that the card has to do
 
 
 def joint_batches(streams: Sequence[Stream], order: Tensor, first: int) -> tuple[Tensor, Tensor]:

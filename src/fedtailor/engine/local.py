@@ -23,7 +23,7 @@ from ..errors import Diverged, UserError
 from ..kernels.compiling import plain
 from ..spaces.abreast import SideBySide
 from ..spaces.base import Arch, Space, Weights
-from ..spaces.copying import undrawn
+from ..spaces.copying import move_undrawn, undrawn
 from ..spaces.layers import Counted, Dropout, seed_dropout
 from ..spaces.measure import Cost, drop_gradients, let_learn, remember_tensors
 from ..values import on_device
@@ -99,7 +99,7 @@ class LocalEngine:
         ready(net)
         net.space, net.arch = space, arch  # type: ignore[assignment]
         if self.device.type != "cpu":
-            net.to(self.device)
+            move_undrawn(net, self.device)
         self._fit_out(net)
         modules = list(net.modules())
         for module in modules:

@@ -96,7 +96,8 @@ class Estimate:
         self.momenta = [layer.momentum for layer in self.layers]
         found = [(layer.running_mean, layer.running_var) for layer in self.layers]
         self.running = [t for pair in found for t in pair if t is not None]
-        self.sums = [torch.zeros_like(t) for t in self.running]
+        sizes = [t.numel() for t in self.running]
+        self.sums = list(self.running[0].new_zeros(sum(sizes)).split(sizes))  # at once: a network has a hundred
         self.count = torch.zeros((), device=self.running[0].device)
         torch._foreach_zero_(self.running)
         net.eval()

@@ -48,6 +48,14 @@ def undrawn(device: torch.device) -> Iterator[None]:
                 setattr(nn.init, name, draw)
 
 
+def move_undrawn(net: nn.Module, device: torch.device) -> None:
+    """Moves a network that was built without weights; what its parameters hold is not worth the way."""
+    for parameter in net.parameters():
+        if parameter.device.type != device.type:
+            parameter.data = torch.empty_like(parameter, device=device)
+    net.to(device)
+
+
 @contextlib.contextmanager
 def never_copied() -> Iterator[None]:
     """Inside, blocks are built and not copied, also while a network is built: for those who count them elsewhere."""
