@@ -36,7 +36,7 @@ from .steps import Estimate, fit_step
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
 T = TypeVar("T")
-AHEAD = 32  # steps in the card's queue while a step is captured, which takes as long
+AHEAD = 128  # steps in the card's queue while a step is captured: a full card does about as many in that time
 SLACK = 1.3  # the most that a network's training memory may be underestimated by
 WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for a captured step
 CROWD = 128  # the most clients whose work is under way at once
