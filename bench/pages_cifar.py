@@ -26,6 +26,7 @@ HEADS = (
     "global",
     "seeds",
     "rounds",
+    "parameters",
     "GB",
     "simulated h",
     "paper h",
@@ -104,9 +105,9 @@ Real CIFAR-10, one GPU, from committed configurations. How to read the tables:
   label frequencies in the last layer, some epochs on the client's own images, and the middle between the two networks.
   Rows called *-prior* were trained with the prior in every client's loss.
 - **paper** is the published figure. No paper has this partition, these splits and this way of reporting; see the notes.
-- **GB**: all traffic of the run. **simulated h**: what the fleet's cost model says the rounds would take; **paper h**
-  is the published time. **GPU min**: measured, all seeds together, with evaluations and endings; where runs shared the
-  card, their time divided by their number.
+- **parameters**: of the network a client keeps, mean over clients. **GB**: all traffic of the run. **simulated h**:
+  what the cost model of the fleet says the rounds would take; **paper h** is the published time. **GPU min**: measured,
+  all seeds together, with evaluations and endings; where runs shared the card, their time divided by their number.
 """
 
 
@@ -125,7 +126,7 @@ def chapter(
         own = results.get((name, row), [])
         if not own:
             paper = ", ".join(f"{v} ({k})" if k != "as it is" else v for k, v in spec.paper.items())
-            out.append(f"| {row} | not run yet | | {paper} | | | | | | {spec.hours} | | {spec.note} |")
+            out.append(f"| {row} | not run yet | | {paper} | | | | | | | {spec.hours} | | {spec.note} |")
             continue
         found = shown(row, own)
         out += ["| " + " | ".join(cells(x, spec, federation, first=x is found[0])) + " |" for x in found]
@@ -169,12 +170,13 @@ def cells(x: Shown, spec: Row, federation: Federation, first: bool) -> list[str]
         seeds,
     ]
     if not first:
-        return [*start, "", "", "", "", "", ""]
+        return [*start, *[""] * (len(HEADS) - len(start))]
     traffic = np.mean([r["bytes_up"] + r["bytes_down"] for r in x.results]) / 1e9
     hours, minutes = np.mean([r["simulated_hours"] for r in x.results]), gpu_minutes(x.results)
     return [
         *start,
         str(one["rounds"]),
+        f"{np.mean([found['parameters'] for found in ended]) / 1e6:.2f} M",
         f"{traffic:.1f}",
         f"{hours:.2f}",
         spec.hours,

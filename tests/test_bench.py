@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedtailor.api import run
 from fedtailor.config import load
 from fedtailor.data import partition as partitions
 from fedtailor.data.dataset import Dataset
@@ -77,6 +78,23 @@ def test_pieces_on_two_machines_are_one_run(small: ModuleType, tmp_path: Path, m
     assert tried
     assert kept == whole  # later commands leave a folder's rows alone
     assert len(whole["endings"]["as it is"]["test"]) == 3
+
+
+def test_a_row_whose_rounds_are_done_shows_the_endings_it_has(
+    small: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ("small", "--rows", "ditto", "--lr", "0.1", "--device", "cpu", "--workers", "1", "--work", tmp_path / "w")
+    lefts = iter([100.0] * 5 + [0.0] + [100.0] * 100)  # four rounds and the first ending
+    monkeypatch.setattr(small.Clock, "left", lambda self: next(lefts))
+    (begun,) = call(small, monkeypatch, *plain, "--out", tmp_path / "begun")
+    assert list(begun["endings"]) == ["as it is"]
+    (whole,) = call(small, monkeypatch, *plain, "--out", tmp_path / "whole")
+    assert list(whole["endings"]) == ["as it is", "fine-tuned@0.01"]
+    assert begun["endings"]["as it is"] == whole["endings"]["as it is"]
+    monkeypatch.setattr(script("cifar_kept"), "chosen", lambda *_: 0.1)
+    for folder, endings in (("begun", 1), ("whole", 2), ("begun", 2)):  # fewer never take the place of more
+        call(small, monkeypatch, "--collect", tmp_path / folder)
+        assert len(json.loads((tmp_path / "results" / "small-ditto-0.json").read_text())["endings"]) == endings
 
 
 def test_tuning_reads_val_alone_and_decides_the_rate(
@@ -206,7 +224,7 @@ def test_committed_pages_are_what_the_results_say() -> None:
 
 def made_up(seed: int, good: float) -> dict[str, Any]:
     """A result as bench/cifar.py writes it."""
-    accuracies = {"val": [good, 0.5], "test": [good, 0.4], "parameters": [1, 1]}
+    accuracies = {"val": [good, 0.5], "test": [good, 0.4], "parameters": [2e5, 3e5]}
     return {
         "federation": "devices",
         "row": "fedavg",
@@ -241,8 +259,8 @@ def test_the_page_reports_seeds_and_lets_val_choose(tmp_path: Path, monkeypatch:
     text = written["results.md"]
     row = next(line for line in text.splitlines() if line.startswith("| fedavg |"))
     assert "**55.00** ± 15.00 | 40.00 |" in row  # means 60 and 50, std over clients 20 and 10, of two clients the worse
-    assert "0: 60.00, 1: 50.00 | 400 | 3.0 | 1.50" in row
-    assert "not tuned; 400 rounds instead of 800; tf32" in row
+    assert "0: 60.00, 1: 50.00 | 400 | 0.25 M | 3.0 | 1.50" in row
+    assert "not tuned; 400 rounds instead of 800; tf32; not tried with every seed: fine-tuned at 0.0003, fine" in row
     tuned = next(line for line in text.splitlines() if "fine-tuned (lr 0.001)" in line)  # test would choose the other
     assert "**70.00**" in tuned
     assert "74.44" in tuned
@@ -250,6 +268,30 @@ def test_the_page_reports_seeds_and_lets_val_choose(tmp_path: Path, monkeypatch:
     assert "4 GPU minutes for 2 runs" in text
     assert written["assets/results-devices-curves.svg"].startswith("<svg")
     assert pages.pages() == written
+
+
+def test_choices_of_architectures_are_cut_from_one_supernet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choices, folder = script("choices"), tmp_path / "run"
+    table = {**SMALL, "method": {"name": "perfedrlnas", "deploy": "as-is"}, "space": {"name": "tiny"}}
+    run(table, out=folder, device="cpu", workers=1)
+    monkeypatch.setattr(sys, "argv", ["", str(folder), "--device", "cpu", "--out", str(tmp_path / "found.json")])
+    choices.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == 10
+    assert all(len(kept[split]) == 3 for kept in found.values() for split in ("val", "test"))
+    # the policy's choice is what the run itself has scored at its end
+    rows = [line.split(",") for line in (folder / "events.csv").read_text().splitlines()]
+    scored = [float(r[4]) for r in rows if r[2:4] == ["test", "personal_accuracy"]]
+    assert found["policy, as it is"]["test"] == pytest.approx(scored)
+    said = capsys.readouterr().out
+    assert "policy, as it is: val" in said
+    assert "test +0.00 (se 0.00) against policy" in said
+    run({**table, "method": {"name": "fedavg"}, "space": {}}, out=tmp_path / "other", device="cpu", workers=1)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "other")])
+    with pytest.raises(SystemExit, match="no checkpoint of a search"):
+        choices.main()
 
 
 def test_the_zoo_page_has_means_over_seeds_and_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
