@@ -166,7 +166,13 @@ SILOS = {
         {"method.name": "ditto", "method.lamda": 0.1}, own_endings(5.0), SILO_RATES, {"as it is": "88.91"}, note=SHORT
     ),
     "fednas-personal": Row(
-        {"method.name": "fednas-personal", "space.variant": "full", "space.channels": 8, "rounds": 50, "local.batch": 64},
+        {
+            "method.name": "fednas-personal",
+            "space.variant": "full",
+            "space.channels": 8,
+            "rounds": 50,
+            "local.batch": 64,
+        },
         {"as it is": Ending()},
         (0.01, 0.025, 0.05, 0.1),
         note="8 channels instead of 16; 50 rounds and batches of 64, as in the paper's global search",
