@@ -20,9 +20,9 @@ from fedtailor.method import Task
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.nets.base import features
 from fedtailor.registry import lookup, names
-from fedtailor.spaces.copying import undrawn
+from fedtailor.spaces.copying import move_undrawn, undrawn
 from fedtailor.spaces.measure import tensors_of
-from fedtailor.values import read_value, write_value
+from fedtailor.values import on_device, read_value, write_value
 from tools import by_hand, numbers, three
 
 PLAIN = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0, augment="crop")
@@ -89,6 +89,33 @@ def test_tensors_read_from_a_file_lie_aligned(tmp_path: Path) -> None:
     for tensor in (found["a"], found["b"], found["c"]["d"]):
         assert tensor.data_ptr() % 64 == 0  # matrix products round by the address of their operands
     assert torch.equal(found["b"], value["b"])
+
+
+def test_what_is_in_double_precision_stays_on_the_host() -> None:
+    value = {"weights": {"a": torch.ones(3)}, "alpha": torch.ones(3, dtype=torch.float64), "round": 2}
+    found = on_device(value, torch.device("meta"))
+    assert found["weights"]["a"].is_meta
+    assert torch.equal(found["alpha"], value["alpha"])
+    assert found["round"] == 2
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="")]),
+    ],
+)
+def test_moving_a_network_built_without_weights_keeps_its_buffers_and_what_it_shares(device: str) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    first, second, norm = net
+    second.weight = first.weight
+    norm.running_mean.fill_(3.0)  # type: ignore[operator,union-attr]
+    move_undrawn(net, torch.device(device))
+    assert all(t.device.type == device for t in (*net.parameters(), *net.buffers()))
+    assert norm.running_mean.tolist() == [3, 3]  # type: ignore[operator,union-attr]
+    assert second.weight is first.weight
+    assert first.weight.requires_grad
 
 
 def test_a_network_built_without_weights_leaves_other_threads_theirs() -> None:

@@ -49,8 +49,17 @@ def bytes_of(value: Value) -> int:
 
 
 def on_device(value: Value, device: torch.device) -> Value:
-    """The value with its tensors on a device; out of pinned memory without waiting for them."""
-    return mapped(value, lambda tensor: tensor.to(device, non_blocking=tensor.is_cpu and tensor.is_pinned()))
+    """The value with its tensors on a device; out of pinned memory without waiting for them.
+
+    What is in double precision, policies and the like, stays on the host: no network computes with it, Python reads it.
+    """
+
+    def placed(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.float64:
+            return tensor.cpu()
+        return tensor.to(device, non_blocking=tensor.is_cpu and tensor.is_pinned())
+
+    return mapped(value, placed)
 
 
 def mapped(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
@@ -108,11 +117,13 @@ def write_value(path: Path, value: Value) -> str:
 
 
 def read_value(path: Path, device: torch.device | str = "cpu") -> Value:
+    """A value out of its file, on a device as `on_device` would have it."""
     try:
         with safe_open(path, "pt", device=str(device)) as file:
             tree = json.loads((file.metadata() or {})["tree"])
             # cloned to aligned memory: matrix products round by the address of their operands
-            return restored(tree, {name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
+            value = restored(tree, {name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
+        return on_device(value, torch.device(device))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"{path} is not a readable value file ({error}).") from error
 

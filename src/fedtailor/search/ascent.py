@@ -13,7 +13,7 @@ def no_moments(alpha: Tensor) -> Moments:
     return {
         "first": torch.zeros_like(alpha),
         "second": torch.zeros_like(alpha),
-        "steps": torch.zeros(len(alpha), dtype=torch.int64),
+        "steps": torch.zeros(len(alpha), dtype=alpha.dtype),
     }
 
 
