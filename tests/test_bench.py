@@ -270,6 +270,9 @@ def test_the_page_reports_seeds_and_lets_val_choose(tmp_path: Path, monkeypatch:
     assert pages.pages() == written
 
 
+STATISTICS_OF_ALL = ("statistics of all, as it is", "statistics of all, prior")
+
+
 def test_choices_of_architectures_are_cut_from_one_supernet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,10 +290,18 @@ def test_choices_of_architectures_are_cut_from_one_supernet(
     assert found["policy, as it is"]["test"] == pytest.approx(scored)
     said = capsys.readouterr().out
     assert "policy, as it is: val" in said
-    assert "test +0.00 (se 0.00) against policy" in said
+    assert "first +0.00 ahead on test (se 0.00)" in said
+    fixed = {**table, "method": {"name": "largest-fit", "deploy": "as-is"}, "local": {"batch": 8, "bn": "recalibrate"}}
+    run(fixed, out=tmp_path / "fixed", device="cpu", workers=1)
+    monkeypatch.setattr(choices, "BATCHES", 4)
+    words = ["", str(tmp_path / "fixed"), "--pooled", "--device", "cpu", "--out", str(tmp_path / "fixed.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    choices.main()
+    found = json.loads((tmp_path / "fixed.json").read_text())
+    assert list(found) == [f"own, {how}" for how in ("as it is", "prior", *STATISTICS_OF_ALL)]
     run({**table, "method": {"name": "fedavg"}, "space": {}}, out=tmp_path / "other", device="cpu", workers=1)
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "other")])
-    with pytest.raises(SystemExit, match="no checkpoint of a search"):
+    with pytest.raises(SystemExit, match="no checkpoint of a supernet"):
         choices.main()
 
 
