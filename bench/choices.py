@@ -4,9 +4,9 @@
 
 RUN is the folder of a run with a supernet, such as those that bench/cifar.py keeps under --work. After PerFedRLNAS
 every client gets the network that its policy holds most likely, the one of its neighbour's policy, one drawn from its
-policy, one drawn at random, and the largest; after random-arch and largest-fit its own. Each is scored as it is and with
-the client's label prior. With --pooled also with normalisation statistics of the images of all clients instead of the
-client's own.
+policy, one drawn at random, and the largest; after random-arch and largest-fit its own. Each is scored as it is and
+with the client's label prior. With --pooled also with normalisation statistics of the images of all clients instead of
+the client's own.
 
 Prints means over clients on val and test, and how much the first choice is ahead on test, with the standard error of
 the mean difference over clients. Nothing is trained.
