@@ -86,6 +86,7 @@ def own_endings(epochs: float, rates: tuple[float, ...] = (0.0003, 0.001)) -> di
     return {"as it is": Ending(), **{f"fine-tuned@{lr}": tuned(epochs, lr) for lr in rates}}
 
 
+OWN = {"own statistics": Ending({"local.bn": "recalibrate"})}  # as search methods' clients have them
 HALF_WAY = {"half-way, prior": Ending({**HALF, "local.prior": True, "local.prior_tau": 0.5})}
 HALF_WAY_PRIOR = {"half-way": Ending({**HALF, "local.prior": True})}
 
@@ -156,7 +157,7 @@ APART = {"method.merge_val": False}  # SPIDER trains on val in the end: it is ke
 SILOS = {
     "fedavg": Row(
         {"method.name": "fedavg"},
-        shared_endings(5.0) | HALF_WAY,
+        shared_endings(5.0) | HALF_WAY | OWN,
         SILO_RATES,
         {"fine-tuned": "90.39"},
         note=f"local adaptation; {SHORT}",
@@ -200,7 +201,7 @@ SILOS = {
 BUDGETS = {
     "fedavg-x0.5": Row(
         {"method.name": "fedavg-uniform", "local.bn": "average"},
-        shared_endings(5.0),
+        shared_endings(5.0) | OWN,
         paper={"as it is": "89.49"},
         note="one network of half the width for everybody",
     ),

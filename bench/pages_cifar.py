@@ -103,7 +103,8 @@ Real CIFAR-10, one GPU, from committed configurations. How to read the tables:
   tried at several rates, val decides which one is shown.
 - A row is trained once. *prior*, *fine-tuned* and *half-way* are made of its trained state at the end: the client's
   label frequencies in the last layer, some epochs on the client's own images, and the middle between the two networks.
-  Rows called *-prior* were trained with the prior in every client's loss.
+  *own statistics*: those of normalisation layers from the client's own images. Rows called *-prior* were trained with
+  the prior in every client's loss.
 - **paper** is the published figure. No paper has this partition, these splits and this way of reporting; see the notes.
 - **parameters**: of the network a client keeps, mean over clients. **GB**: all traffic of the run. **simulated h**:
   what the cost model of the fleet says the rounds would take; **paper h** is the published time. **GPU min**: measured,
