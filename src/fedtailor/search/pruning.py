@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from ..errors import UserError
 from ..spaces.base import Arch, Space, Weights
+from ..spaces.copying import undrawn
 from .partial import part_of
 
 
@@ -68,7 +69,7 @@ class Candidate(nn.Module):
     def __init__(self, space: Space, weights: Weights, arch: Arch) -> None:
         super().__init__()
         device = next(iter(weights.values())).device
-        with torch.device("meta"):
+        with undrawn(torch.device("meta")):
             self.net = space.build(arch)
         if _computes_buffers(self.net):
             self.net = space.build(arch).to(device)

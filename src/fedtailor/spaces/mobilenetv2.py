@@ -31,7 +31,7 @@ from torch import nn
 
 from ..errors import UserError, unknown
 from ..registry import register
-from .base import Arch, Dimension, Space, counted
+from .base import Arch, Block, Dimension, Space, counted
 from .layers import Chain, ConvBlock, HeadBlock, InvertedResidual, Norm, Stem, divisible, small_strides
 from .measure import FLOAT_BYTES, Cost, Piece, total
 
@@ -39,6 +39,26 @@ ACT = "relu6"
 STEM, FEATURES, EXPAND = 32, 1280, 6
 STAGES = ((16, 1, 1), (24, 2, 2), (32, 3, 2), (64, 4, 2), (96, 3, 1), (160, 3, 2), (320, 1, 1))  # width, blocks, stride
 LEAST_WIDTH = 0.25  # far below it an expansion could be as narrow as its input, and then means a block without one
+
+
+@dataclass(frozen=True)
+class WidthBlock(Block):
+    """An inverted residual by its channel counts."""
+
+    cin: int
+    hidden: int
+    cout: int
+    stride: int
+    norm: Norm
+    shortcut: bool
+
+    def build(self) -> nn.Module:
+        made = InvertedResidual(
+            self.cin, self.hidden, self.cout, 3, self.stride, ACT, norm=self.norm, shortcut=self.shortcut
+        )
+        if self.shortcut:
+            nn.init.zeros_(made.project.norm.weight)  # type: ignore[arg-type]
+        return made
 
 
 class Row(NamedTuple):
@@ -156,12 +176,8 @@ class MobileNetV2(Space):
         body: OrderedDict[str, nn.Module] = OrderedDict(stem=self._stem(self.check(arch)).build())
         cin = 0
         for row in self._rows(arch):
-            block = InvertedResidual(
-                row.cin, row.hidden, row.cout, 3, row.stride, ACT, norm=self.norm, shortcut=row.block > 0
-            )
-            if row.block > 0:
-                nn.init.zeros_(block.project.norm.weight)  # type: ignore[arg-type]
-            body.setdefault(f"stage{row.stage}", nn.Sequential()).add_module(str(row.block), block)
+            block = WidthBlock(row.cin, row.hidden, row.cout, row.stride, self.norm, shortcut=row.block > 0)
+            body.setdefault(f"stage{row.stage}", nn.Sequential()).add_module(str(row.block), block.build())
             cin = row.cout
         body["last"] = self._last(cin).build()
         for layer in (m for part in body.values() for m in part.modules() if isinstance(m, nn.Conv2d)):
