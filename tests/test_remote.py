@@ -102,6 +102,17 @@ def test_every_method_gives_the_same_numbers_over_messages(method: str, tmp_path
     require_same(served, local, tmp_path / "sites", clients)
 
 
+def test_clients_that_send_nothing_search_all_the_same(tmp_path: Path) -> None:
+    config = config_of("spider", **FEW, method__lamda=0.0)
+    clients = NAMES[: config.clients]
+    local = start(config, tmp_path / "local", "cpu", 1)
+    served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", clients), clients)
+    require_same(served, local, tmp_path / "sites", clients)
+    sent = [float(r.split(",")[4]) for r in (served / "events.csv").read_text().splitlines() if ",bytes_" in r]
+    assert sent
+    assert not any(sent)
+
+
 def test_a_public_set_of_the_servers_is_given_to_the_clients(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (90, 8, 8, 1), np.uint8)
     np.savez(tmp_path / "noise.npz", images=images, labels=np.zeros(90, np.int64))

@@ -25,8 +25,9 @@ from ..engine.jobs import Measured
 from ..method import Card, Job, Reply, Seat, Server, Task
 from ..options import Count, NonNegative, Positive
 from ..registry import register
-from ..search import perturbation, spider_milenas
-from ..search.perturbation import Schedule, Search, accuracy, cells_of, decide, network
+from ..search import perturbation
+from ..search.perturbation import Search, accuracy, cells_of, decide, network
+from ..search.phases import Phases
 from ..search.spider_milenas import discrete, is_relaxed, mixture, relaxed, require_relaxable, train_relaxed
 from ..spaces.base import Space, Weights
 from ..spaces.darts import Darts, Keep
@@ -77,7 +78,7 @@ class Spider(FedAvg):
 
     def check(self, job: Job) -> None:
         perturbation.require_supernet(job, self.name)
-        self._schedule(job.rounds).check(job.rounds)
+        self._phases(job.rounds).schedule.check(job.rounds)
         perturbation.require_gentle(job, self.lamda)
         if self.searcher == "milenas":
             require_relaxable(job, self.lamda, self.search_rounds)
@@ -92,7 +93,7 @@ class Spider(FedAvg):
         # Line 17 comes before line 10, and line 18 sees the same batches after both. No update reads the other's, so
         # this is the paper's alternation; and what is sent is there before anything private is touched.
         net = network(client, task.weights, cells_of(client.space).full_keep)
-        loss = await client.fit(net, on=self._split(client))
+        loss = await client.fit(net, on=self._phases(client.rounds).split(client.round - 1))
         reply = Reply(client.take(net), facts={"loss": loss})
         await self._train_own(task, client)
         return reply
@@ -117,18 +118,19 @@ class Spider(FedAvg):
 
     async def _train_own(self, task: Task, client: Client) -> Measured:
         (v, search), t = self._own(task, client), client.round - 1  # the paper counts from 0
-        if self.searcher == "milenas" and not self._over(t, client.rounds):
+        phases = self._phases(client.rounds)
+        if self.searcher == "milenas" and not phases.over(t):
             net = mixture(relaxed(v, client), client)
             loss = await train_relaxed(net, client, task.weights, self.lamda, self.alpha_lr, self.alpha_val)
         else:
             search = replace(search, keep=discrete(v)) if is_relaxed(v) else search
             net, before = self._network(client, v, search.keep), search.keep
             if self.searcher == "perturbation":  # line 10: Algorithm 2
-                due = self._schedule(client.rounds).due(t)
-                search = await decide(search, due, partial(accuracy, client, net), client.rng("ties"))
+                score = partial(accuracy, client, net)
+                search = await decide(search, phases.schedule.due(t), score, client.rng("ties"))
             if search.keep != before:
                 net = self._network(client, v, search.keep)
-            loss = await self._fit(net, task, client, self._split(client))
+            loss = await self._fit(net, task, client, phases.split(t))
         client.memory |= {"search": asdict(search)} | ({} if self.lamda == math.inf else {"v": client.copy(net)})
         return loss
 
@@ -138,11 +140,6 @@ class Spider(FedAvg):
             return math.nan  # v_k is w_share: there is nothing to train
         return await client.fit(net, pull=(task.weights, self.lamda), on=on, again=True)
 
-    def _split(self, client: Client) -> str:
-        """What is trained on in this round."""
-        over = self.merge_val and self._over(client.round - 1, client.rounds)
-        return "train+val" if over else "train"
-
     def _own(self, task: Task, client: Client) -> tuple[Weights, Search]:
         """v_k and how far its search is."""
         kept = client.memory.get("search")
@@ -151,15 +148,7 @@ class Spider(FedAvg):
         return first if self.lamda == math.inf else client.memory.get("v", first), search
 
     def _network(self, client: Client, v: Weights, keep: Keep) -> nn.Module:
-        net = network(client, v, keep)
-        if self.lamda == math.inf:
-            net.stale = True  # type: ignore[assignment]  # the statistics that came with w are the whole supernet's
-        return net
+        return network(client, v, keep, stale=self.lamda == math.inf)  # then the statistics are the whole supernet's
 
-    def _schedule(self, rounds: int) -> Schedule:
-        return Schedule.of(self.warm_up, self.tau, rounds)
-
-    def _over(self, t: int, rounds: int) -> bool:
-        """Whether phase 3 has begun, in which nothing is decided on val any more."""
-        milenas = self.searcher == "milenas"
-        return spider_milenas.over(self.search_rounds, t, rounds) if milenas else self._schedule(rounds).over(t)
+    def _phases(self, rounds: int) -> Phases:
+        return Phases(self.searcher, self.warm_up, self.tau, self.search_rounds, self.merge_val, rounds)

@@ -73,9 +73,12 @@ def require_val(client: Client) -> None:
         )
 
 
-def network(client: Client, weights: Weights, keep: Keep) -> nn.Module:
-    """The sub-network with these weights, of which it reads its own."""
-    return client.build(Task(weights, cast(Arch, keep)))
+def network(client: Client, weights: Weights, keep: Keep, stale: bool = False) -> nn.Module:
+    """The sub-network with these weights, of which it reads its own. `stale`: the statistics are another network's."""
+    net = client.build(Task(weights, cast(Arch, keep)))
+    if stale:
+        net.stale = True  # type: ignore[assignment]
+    return net
 
 
 class Perturbed(nn.Module):
