@@ -1,10 +1,11 @@
 """Several rows of the CIFAR-10 tables side by side on one GPU, each in a process of its own.
 
     python bench/cifar_beside.py devices:fedrep,fedbabu devices:fedavg:--seed=1 authors:pfedhn --minutes 9 --out DIR
+    python bench/cifar_beside.py budgets:fedcs+budgets:fedcs:--seed=1 --minutes 9 --out DIR
 
-A word is a queue: a federation, its rows, one after the other, and options of bench/cifar.py for these alone. A row
-whose learning rate is not chosen yet is tuned first. The same command goes on where the last one was cut short; what is
-finished is collected with
+A word is a queue: a federation, its rows, one after the other, and options of bench/cifar.py for these alone; several
+such can follow each other, joined by +. A row whose learning rate is not chosen yet is tuned first. The same command
+goes on where the last one was cut short; what is finished is collected with
 
     python bench/cifar.py --collect DIR/*
 
@@ -27,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 SCRIPT = Path(__file__).parent / "cifar.py"
 TRIES = 4  # of a process that fails
@@ -50,37 +52,53 @@ def shared_card() -> Iterator[dict[str, str]]:
             subprocess.run([daemon], input="quit\n", text=True, env=environment, check=False)
 
 
+class Job(NamedTuple):
+    """One row, with options for bench/cifar.py."""
+
+    federation: str
+    row: str
+    options: list[str]
+
+
+def jobs(word: str) -> list[Job]:
+    """What a queue is made of."""
+    found = []
+    for group in word.split("+"):
+        federation, rows, options = (*group.split(":", 2), "", "")[:3]
+        if not rows:
+            sys.exit(
+                f"'{group}' names no rows: write FEDERATION:ROW,ROW or FEDERATION:ROW:--option=value,--option=value"
+            )
+        found += [Job(federation, row, [o for o in options.split(",") if o]) for row in rows.split(",")]
+    return found
+
+
 class Queue:
-    """Rows of one federation, run one after the other until the time is over."""
+    """Rows that run one after the other until the time is over."""
 
     def __init__(self, word: str, out: Path, end: float, more: Sequence[str], environment: dict[str, str]) -> None:
-        self.federation, rows, *own = word.split(":", 2) if ":" in word else (word, "")
-        self.rows = [row for row in rows.split(",") if row]
-        if not self.rows:
-            sys.exit(
-                f"'{word}' names no rows: write FEDERATION:ROW,ROW or FEDERATION:ROW:--option=value,--option=value"
-            )
-        self.more = [*more, *(option for options in own for option in options.split(","))]
+        self.jobs, self.more = jobs(word), list(more)
         self.out, self.end, self.environment = out / re.sub(r"[^\w.]+", "-", word), end, environment
 
     def run(self) -> bool:
         """Whether all rows' processes ended well."""
-        return all(map(self._ends_well, self.rows))
+        return all(map(self._ends_well, self.jobs))
 
-    def _ends_well(self, row: str) -> bool:
+    def _ends_well(self, job: Job) -> bool:
         self.out.mkdir(parents=True, exist_ok=True)
         for attempt in range(TRIES):
             left = self.end - time.monotonic()
             if left < SHORTEST:
                 return True  # the next command goes on
-            command = [sys.executable, str(SCRIPT), self.federation, "--rows", row, "--tune-first"]
-            command += ["--out", str(self.out), "--minutes", f"{left / 60:.3f}", *self.more]
+            command = [sys.executable, str(SCRIPT), job.federation, "--rows", job.row, "--tune-first"]
+            command += ["--out", str(self.out), "--minutes", f"{left / 60:.3f}", *self.more, *job.options]
             with (self.out / "log.txt").open("a") as log:
                 code = subprocess.run(command, stdout=log, stderr=log, env=self.environment, check=False).returncode
             if code == 0:
                 return True
             print(
-                f"{self.federation}, {row}: ended with {code}, try {attempt + 1} of {TRIES}; see {log.name}", flush=True
+                f"{job.federation}, {job.row}: ended with {code}, try {attempt + 1} of {TRIES}; see {log.name}",
+                flush=True,
             )
             time.sleep(3.0)
         return False

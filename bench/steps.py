@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fedtailor.config import load
 from fedtailor.engine.cuda import CudaEngine
+from fedtailor.engine.local import lowered
 from fedtailor.engine.replay import FitSlot, Lane, Step
 from fedtailor.spaces.layers import SqueezeExcite
 
@@ -62,6 +63,7 @@ class Layers:
 
     seen: list[tuple[nn.Module, Tensor, dict[str, Any]]]  # with inputs laid out as the network lays them
     lane: Lane
+    precision: str
 
     def __post_init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
@@ -70,7 +72,8 @@ class Layers:
             torch.cuda.synchronize()
             self.lane.begin(self.graph)
             for x, (layer, _, more) in zip(inputs, self.seen, strict=True):
-                y = layer(x, **more)
+                with lowered(self.precision):
+                    y = layer(x, **more)
                 torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
             self.graph.capture_end()
         self.inputs = inputs  # the graph reads them
@@ -88,7 +91,7 @@ def kind_of(layer: nn.Module) -> str:
     return next((name for kind, name in kinds.items() if isinstance(layer, kind)), "")
 
 
-def layers_of(net: nn.Module, batch: int) -> dict[str, list[tuple[nn.Module, Tensor, dict[str, Any]]]]:
+def layers_of(net: nn.Module, batch: int, precision: str) -> dict[str, list[tuple[nn.Module, Tensor, dict[str, Any]]]]:
     """A network's layers by kind, with their inputs and what else they are called with."""
     found: dict[str, list[tuple[nn.Module, Tensor, dict[str, Any]]]] = defaultdict(list)
 
@@ -98,7 +101,8 @@ def layers_of(net: nn.Module, batch: int) -> dict[str, list[tuple[nn.Module, Ten
     inside = {id(part) for m in net.modules() if kind_of(m) == "gates" for part in m.modules() if part is not m}
     looked_at = [m for m in net.modules() if kind_of(m) and id(m) not in inside]
     handles = [m.register_forward_hook(note, with_kwargs=True) for m in looked_at]
-    net(torch.zeros(batch, *INPUT, device=next(net.parameters()).device))
+    with lowered(precision):
+        net(torch.zeros(batch, *INPUT, device=next(net.parameters()).device))
     for handle in handles:
         handle.remove()
     return found
@@ -108,8 +112,8 @@ def full_card(slots: Sequence[FitSlot], batch: int, replays: int = 40) -> dict[s
     """Milliseconds for all layers of a kind while as many networks do the same."""
     by_kind: dict[str, list[Layers]] = defaultdict(list)
     for slot in slots:
-        for kind, seen in layers_of(slot.net, batch).items():
-            by_kind[kind].append(Layers(seen, slot.lane))
+        for kind, seen in layers_of(slot.net, batch, slot.precision).items():
+            by_kind[kind].append(Layers(seen, slot.lane, slot.precision))
     spent: dict[str, float] = {}
     for kind, graphs in by_kind.items():
         for _ in range(2):

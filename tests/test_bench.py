@@ -152,6 +152,17 @@ def test_rows_side_by_side_start_again_when_a_process_fails(tmp_path: Path, monk
     assert ended.value.code == 1
 
 
+def test_a_queue_of_rows_may_go_on_with_other_options() -> None:
+    jobs = script("cifar_beside").jobs
+    assert jobs("budgets:fedcs,feduniform+silos:ditto:--seed=1,--lr=0.05") == [
+        ("budgets", "fedcs", []),
+        ("budgets", "feduniform", []),
+        ("silos", "ditto", ["--seed=1", "--lr=0.05"]),
+    ]
+    with pytest.raises(SystemExit, match="'silos' names no rows"):
+        jobs("budgets:fedcs+silos")
+
+
 def test_steps_are_timed_alone_side_by_side_and_by_layer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

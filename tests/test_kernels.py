@@ -28,6 +28,13 @@ SHAPES = [  # images, channels, height, width, kernel, stride, dilation, filters
     (7, 3, 9, 13, 3, 2, 2, 2, True),
     (2, 2, 40, 40, 7, 1, 1, 1, False),
     (1, 1, 1, 1, 3, 1, 1, 1, False),
+    (3, 1, 32, 32, 3, 2, 1, 1, True),  # a block's planes are two, and the last block's but one
+    (9, 5, 8, 8, 3, 2, 1, 2, False),
+    (3, 47, 4, 4, 3, 1, 1, 1, True),
+    (130, 1, 2, 2, 3, 1, 1, 1, False),
+    (5, 3, 6, 14, 5, 2, 1, 1, True),
+    (2, 2, 7, 12, 3, 3, 1, 2, False),
+    (2, 1, 64, 48, 3, 1, 1, 2, True),  # a thread has several patches
 ]
 
 
@@ -163,6 +170,9 @@ def normed(x: Tensor, parts: Parts, act: str, lay: Lay = torch.clone) -> tuple[T
         ((32, 6, 2, 2), "hswish"),
         ((16, 3, 8, 8), ""),
         ((32, 2, 8, 8), "relu"),
+        ((3, 2, 32, 32), "relu6"),  # of a thread's two steps the second is the last of some
+        ((20, 1, 32, 32), "relu"),  # more than there is room for of two tensors, and below of one
+        ((36, 1, 32, 32), "hswish"),
     ],
 )
 def test_norms_compute_what_torch_computes(shape: tuple[int, ...], act: str, lay: Lay, device: str) -> None:
@@ -237,11 +247,11 @@ def halved(compute: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Ten
 
 @LAYOUTS
 def test_images_may_be_in_bfloat16(lay: Lay, device: str) -> None:
-    for shape in SHAPES[1:4]:
+    for shape in (*SHAPES[1:4], *SHAPES[7:11]):
         x, weight = problem(shape, device)
         stride, dilation, _, relu = shape[5:]
         halved(lambda x, w=weight, s=stride, d=dilation, r=relu: depthwise(lay(x), w, s, d, bool(r)), x, [weight])
-    for size, act in (((8, 3, 4, 4), "hswish"), ((7, 5, 3, 5), "relu"), ((6, 4, 2, 2), "")):
+    for size, act in (((8, 3, 4, 4), "hswish"), ((7, 5, 3, 5), "relu"), ((6, 4, 2, 2), ""), ((65, 1, 32, 32), "relu6")):
         weight, bias = (torch.randn(size[1], device=device, requires_grad=True) for _ in range(2))
         rule = Rule((None, None), 0.1, 1e-5, act)
         x = torch.randn(size, device=device) + 2

@@ -44,15 +44,22 @@ class Shape(NamedTuple):
         return 2 * self.dilation * (self.kernel // 2)
 
     @property
+    def patch(self) -> int:
+        """How many rows and columns of the input a thread has."""
+        return max(1, 4 // self.stride) * self.stride
+
+    @property
     def planes(self) -> int:
         """That a block takes at a time: enough to keep its threads busy."""
-        return max(1, THREADS // (math.ceil(self.height / 4) * self.width))
+        return max(1, THREADS // (math.ceil(self.height / self.patch) * math.ceil(self.width / self.patch)))
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block."""
-        width = self.width + self.border
-        tile = self.planes * (self.height + self.border) * width + 4 * self.stride * width
+        """Bytes of shared memory that a block needs at most."""
+        edge = self.border // 2
+        row = self.width + edge + 3
+        plane = (self.height + edge) * row + 2 * self.width
+        tile = self.planes * plane + (self.patch + edge + 1) * row
         return 4 * (tile + THREADS // 32 * self.kernel**2)
 
     @property

@@ -1,12 +1,15 @@
 // Batch normalisation of a training step, with the activation that follows it.
 //
 // A block has a channel; LANES threads at a time walk along a plane (one channel of one image), reading V values each.
-// Where planes lie channel by channel, all of a channel's are walked along as one. The gradient comes in PARTS tensors with
-// an equal share of the channels each. ACT, V, T, PARTS and HALF are set by the compiler; a size is that of a plane.
+// Where planes lie channel by channel, all of a channel's are walked along as one, and of each thread's first KEEP
+// steps the values stay in registers until they are needed again: with many networks on a card, what is read a second
+// time comes from memory. The gradient comes in PARTS tensors with an equal share of the channels each. ACT, V, T, KEEP,
+// REST (whether there are more steps), PARTS and HALF are set by the compiler; a size is that of a plane.
 
-struct alignas(sizeof(Real) * V) Some {
-    Real v[V];
-};
+constexpr int KEEP_BOTH = KEEP < 8 ? KEEP : 8;  // of two tensors, for which a thread has registers
+constexpr bool REST_BOTH = REST || KEEP_BOTH < KEEP;
+
+using Some = Several<V>;
 
 __device__ inline float activated(float z) {
     if (ACT == 1) return z < 0.f ? 0.f : z;
@@ -26,16 +29,33 @@ struct Parts {
     const Real* at[PARTS];
 };
 
-// Calls what is to be done at every place of the channel, V at a time; places in the channel's part are given as well.
-template <typename Act>
+// Calls what is to be done at the first MANY steps of the channel, which are numbered, V values at a time.
+template <int MANY, typename Act>
+__device__ inline void walk_kept(int size, Act act) {
+#pragma unroll
+    for (int j = 0; j < MANY; ++j) {
+        const int i = (j * T + threadIdx.x) * V;
+        if (i < size) act(j, i);
+    }
+}
+
+// The same at all places after those, in the order of memory or BACK again: what was read last is the nearest. A place
+// is given in the tensor, and in the channel's part.
+template <int KEPT, bool MORE, bool BACK, typename Act>
 __device__ inline void walk(int channels, int batch, int size, int lanes, Act act) {
+    if (!MORE) return;
     const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes, groups = T / lanes;
     const int share = channels / PARTS, own = PARTS > 1 ? blockIdx.x % share : blockIdx.x;
+    const int first = KEPT * T * V + lane * V, step = lanes * V;
     for (int image = group; image < batch; image += groups) {
         const long plane = (long(image) * channels + blockIdx.x) * size;
         const long in_part = (long(image) * share + own) * size;
+        const int last = first + (size - 1 - first) / step * step;
 #pragma unroll 4
-        for (int i = lane * V; i < size; i += lanes * V) act(plane + i, in_part + i);
+        for (int i = first; i < size; i += step) {
+            const int at = BACK ? first + last - i : i;
+            act(plane + at, in_part + at);
+        }
     }
 }
 
@@ -66,15 +86,19 @@ extern "C" __global__ void __launch_bounds__(T)
     const int c = blockIdx.x, count = batch * size;
     const float origin = wide(x[long(c) * size]);  // sums of differences keep their digits
     float a = 0.f, b = 0.f;
-    walk(channels, batch, size, lanes, [&](long place, long) {
-        const Some s = at(x, place);
+    const auto add = [&](const Some& s) {
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-            const float d = wide(s.v[j]) - origin;
+            const float d = s.get(j) - origin;
             a += d;
             b += d * d;
         }
-    });
+    };
+    Some kept[KEEP + 1];  // one more, as there is no array of none
+    const long begin = long(c) * size;
+    walk_kept<KEEP>(size, [&](int j, int i) { kept[j] = at(x, begin + i); });
+    walk_kept<KEEP>(size, [&](int j, int) { add(kept[j]); });
+    walk<KEEP, REST, false>(channels, batch, size, lanes, [&](long place, long) { add(at(x, place)); });
     const float2 sums = summed(a, b);
     const float off = sums.x / count, mean = origin + off;
     const float variance = fmaxf(sums.y / count - off * off, 0.f), scale = 1.f / sqrtf(variance + eps);
@@ -87,49 +111,59 @@ extern "C" __global__ void __launch_bounds__(T)
         }
     }
     const float w = weight ? weight[c] : 1.f, shift = bias ? bias[c] : 0.f;
-    walk(channels, batch, size, lanes, [&](long place, long) {
-        Some s = at(x, place);
-#pragma unroll
-        for (int j = 0; j < V; ++j) s.v[j] = narrow(activated((wide(s.v[j]) - mean) * scale * w + shift));
-        *reinterpret_cast<Some*>(y + place) = s;
-    });
+    const auto put = [&](const Some& s, long place) {
+        Some out;
+        out.set([&](int j) { return activated((s.get(j) - mean) * scale * w + shift); });
+        *reinterpret_cast<Some*>(y + place) = out;
+    };
+    walk<KEEP, REST, true>(channels, batch, size, lanes, [&](long place, long) { put(at(x, place), place); });
+    walk_kept<KEEP>(size, [&](int j, int i) { put(kept[j], begin + i); });
 }
 
 extern "C" __global__ void __launch_bounds__(T)
     backward(const Real* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
              const float* __restrict__ seen, Real* __restrict__ dx, float* __restrict__ dweight,
              float* __restrict__ dbias, Parts parts, int channels, int batch, int size, int lanes) {
-    const int c = blockIdx.x, count = batch * size;
+    const int c = blockIdx.x, count = batch * size, share = channels / PARTS;
     const float mean = seen[c], scale = seen[channels + c];
     const Real* dy = parts.at[0];
 #pragma unroll
     for (int part = 1; part < PARTS; ++part)
-        if (c / (channels / PARTS) == part) dy = parts.at[part];
+        if (c / share == part) dy = parts.at[part];
     const float w = weight ? weight[c] : 1.f, shift = bias ? bias[c] : 0.f;
     float a = 0.f, b = 0.f;
-    walk(channels, batch, size, lanes, [&](long place, long in_part) {
-        const Some s = at(x, place), g = at(dy, in_part);
+    const auto add = [&](const Some& s, const Some& g) {
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-            const float h = (wide(s.v[j]) - mean) * scale, d = wide(g.v[j]) * slope(h * w + shift);
+            const float h = (s.get(j) - mean) * scale, d = g.get(j) * slope(h * w + shift);
             a += d;
             b += d * h;
         }
+    };
+    Some kept[KEEP_BOTH + 1], kept_dy[KEEP_BOTH + 1];
+    const long begin = long(c) * size, begin_dy = long(PARTS > 1 ? c % share : c) * size;
+    walk_kept<KEEP_BOTH>(size, [&](int j, int i) {
+        kept[j] = at(x, begin + i);
+        kept_dy[j] = at(dy, begin_dy + i);
     });
+    walk_kept<KEEP_BOTH>(size, [&](int j, int) { add(kept[j], kept_dy[j]); });
+    walk<KEEP_BOTH, REST_BOTH, false>(channels, batch, size, lanes,
+                           [&](long place, long in_part) { add(at(x, place), at(dy, in_part)); });
     const float2 sums = summed(a, b);
     if (threadIdx.x == 0 && dweight) {
         dbias[c] = sums.x;
         dweight[c] = sums.y;
     }
     const float first = sums.x / count, second = sums.y / count;
-    walk(channels, batch, size, lanes, [&](long place, long in_part) {
-        const Some s = at(x, place), g = at(dy, in_part);
+    const auto put = [&](const Some& s, const Some& g, long place) {
         Some out;
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-            const float h = (wide(s.v[j]) - mean) * scale, d = wide(g.v[j]) * slope(h * w + shift);
-            out.v[j] = narrow(w * scale * (d - first - h * second));
-        }
+        out.set([&](int j) {
+            const float h = (s.get(j) - mean) * scale, d = g.get(j) * slope(h * w + shift);
+            return w * scale * (d - first - h * second);
+        });
         *reinterpret_cast<Some*>(dx + place) = out;
-    });
+    };
+    walk<KEEP_BOTH, REST_BOTH, true>(channels, batch, size, lanes,
+                          [&](long place, long in_part) { put(at(x, place), at(dy, in_part), place); });
+    walk_kept<KEEP_BOTH>(size, [&](int j, int i) { put(kept[j], kept_dy[j], begin + i); });
 }

@@ -15,6 +15,7 @@ from .layout import apart, by_channel, laid_like
 
 THREADS = 512  # of a block, at most
 EACH = 16  # values that a thread should have at least: idle ones keep other networks' blocks waiting
+KEEP = 16  # steps of a thread whose values may stay in registers: four of these for each step
 LARGEST = 1 << 17  # values of a channel that one block should read
 ACTS = {"": 0, "relu": 1, "relu6": 2, "hswish": 3}
 ACTS_OF_TORCH = {"": lambda x: x, "relu": F.relu, "relu6": F.relu6, "hswish": F.hardswish}
@@ -102,7 +103,9 @@ def batch_norm_apart(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule
     if fits and takes(x, weight, bias, *rule.running) and not _channels_last(x):
         count, long = x.numel() // x.shape[1], stretches(x)[2]
         kinds = {"ACT": ACTS[rule.act], "V": values(long, half(x)), "T": threads(count), "PARTS": parts}
-        kinds |= {"HALF": half(x)}
+        steps = -(-count // (kinds["T"] * kinds["V"]))
+        keep = min(steps, KEEP) if by_channel(x) else 0
+        kinds |= {"KEEP": keep, "REST": int(steps > keep), "HALF": half(x)}
         kernels = compiled("norm", ("forward", "backward"), x.device, **kinds)
         if kernels is not None:
             return _Norm.apply(laid_like(x, x), weight, bias, rule, parts, kernels)  # type: ignore[return-value]
@@ -128,10 +131,19 @@ def _by_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule)
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """torch's layer, with the kernels in training. An activation that follows can be had with it."""
+    """torch's layer, with the kernels in training. What is added to it and an activation come along."""
 
-    def forward(self, input: Tensor, act: str = "") -> Tensor:
+    def forward(self, input: Tensor, act: str = "", plus: Tensor | None = None) -> Tensor:
         if takes(input) and self.training and self.momentum is not None and self.num_batches_tracked is None:
+            from .norm_last import batch_norm_last  # which needs what is above
+
             rule = Rule((self.running_mean, self.running_var), self.momentum, self.eps, act)
-            return batch_norm(input, self.weight, self.bias, rule)
-        return ACTS_OF_TORCH[act](super().forward(input))
+            y = batch_norm_last(input, self.weight, self.bias, rule, plus)
+            if y is not None:
+                return y
+            if plus is None:
+                return batch_norm(input, self.weight, self.bias, rule)
+            y = batch_norm(input, self.weight, self.bias, rule._replace(act=""))
+        else:
+            y = super().forward(input)
+        return ACTS_OF_TORCH[act](y if plus is None else plus + y)

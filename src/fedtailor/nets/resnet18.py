@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..registry import register
@@ -25,12 +24,13 @@ class _Basic(nn.Module):
     def __init__(self, cin: int, cout: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.conv1 = ConvNorm(cin, cout, 3, stride, norm=norm)
-        self.conv2 = ConvNorm(cout, cout, 3, act="", norm=norm)
+        self.conv2 = ConvNorm(cout, cout, 3, norm=norm)
         same = stride == 1 and cin == cout
         self.shortcut = nn.Identity() if same else ConvNorm(cin, cout, 1, stride, act="", norm=norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.shortcut(x) + self.conv2(self.conv1(x)))
+        shortcut = self.shortcut(x)
+        return self.conv2(self.conv1(x), shortcut)
 
 
 @register("net", "resnet18")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.compiling import takes
 from ..kernels.depthwise import Depthwise
 from ..kernels.gates import channel_gates
 from ..kernels.layout import Pointwise, laid_by_channel
@@ -115,11 +116,14 @@ class ConvNorm(nn.Sequential):
         super().__init__(OrderedDict(layers))
         self.kind = act
 
-    def forward(self, input: Tensor) -> Tensor:
-        norm, conv = self.norm, cast(nn.Conv2d, self.conv)
-        if isinstance(norm, BatchNorm) and input.is_cuda and self.kind in ACTS:
-            return norm(conv(input), self.kind)
-        return super().forward(input)
+    def forward(self, input: Tensor, plus: Tensor | None = None) -> Tensor:
+        """What is given as `plus`, a shortcut, is added before the activation."""
+        conv, norm, *act = self
+        y = conv(input)
+        if isinstance(norm, BatchNorm) and self.kind in ACTS and takes(y):
+            return norm(y, self.kind, plus)
+        y = norm(y) if plus is None else plus + norm(y)
+        return act[0](y) if act else y
 
 
 class Chain(nn.Module):
