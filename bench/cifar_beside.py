@@ -10,8 +10,9 @@ goes on where the last one was cut short; what is finished is collected with
     python bench/cifar.py --collect DIR/*
 
 One run leaves about a quarter of a card idle while Python prepares; three or four fill it. They share it through
-NVIDIA's MPS where that is installed, and each plans with its part of the memory. A process that is refused memory all
-the same is started again. Options that are not named below go to bench/cifar.py.
+NVIDIA's MPS where that is installed, and each plans with its part of the memory. The first queue has the right of way:
+name the longest first. A process that is refused memory all the same is started again. Options that are not named below
+go to bench/cifar.py.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def main() -> None:
     with shared_card() as environment, ThreadPoolExecutor(len(args.queues)) as pool:
         more += [f"--beside={len(args.queues)}"]
         environment["FEDTAILOR_GPU_SHARE"] = f"{1 / len(args.queues):.3f}"
-        queues = [Queue(word, args.out, end, more, environment) for word in args.queues]
+        ways = [environment | {"CUDA_MPS_CLIENT_PRIORITY": str(min(i, 1))} for i in range(len(args.queues))]
+        queues = [Queue(word, args.out, end, more, way) for word, way in zip(args.queues, ways, strict=True)]
         running = []
         for queue in queues:
             running.append(pool.submit(queue.run))

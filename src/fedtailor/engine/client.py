@@ -263,6 +263,11 @@ class Client:
     def device(self) -> torch.device:
         return self._engine.device
 
+    @property
+    def captures(self) -> bool:
+        """Whether the engine captures steps and passes to repeat them: what has one structure for all cases is fast."""
+        return self._engine.captures
+
     def size(self, split: str) -> int:
         return self._split(split).size
 

@@ -48,6 +48,8 @@ SHARE = 0.4  # of the card's memory that must be free to get ready for the next 
 class CudaEngine(LocalEngine):
     """Runs client work on one GPU, the training of at most `at_once` clients at a time."""
 
+    captures = True
+
     def __init__(
         self,
         device: torch.device,

@@ -47,6 +47,8 @@ class Cannot(Exception):
 class LocalEngine:
     """Runs client work on one device."""
 
+    captures = False  # steps and passes, to repeat them
+
     def __init__(self, device: torch.device, workers: int = 0, precision: str = "fp32") -> None:
         self.device = device
         self.compute_in(precision)

@@ -23,7 +23,7 @@ from ..method import Card, Job, Reply, Seat, Server, Task
 from ..options import Fraction
 from ..registry import register
 from ..search.partial import learnt, part_of, without_statistics
-from ..search.pruning import Candidate, prune
+from ..search.pruning import candidates, prune
 from ..search.supernet import affords
 from ..search.uniform import widest
 from ..search.usnet import train_usnet
@@ -115,8 +115,10 @@ class FedCS(FedUniform):
             return task
         supernet, seat = task.extra or task.weights, client.seat
 
+        look = candidates(client.space, supernet, client.captures)
+
         async def score(arch: tuple[int, ...]) -> float:
-            return await client.score(Candidate(client.space, supernet, arch), on="train", images=self.images)
+            return await client.score(look(arch), on="train", images=self.images)
 
         if "arch" not in client.memory:
             need = lambda arch: max(seat.use(arch).values())  # noqa: E731

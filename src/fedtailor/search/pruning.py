@@ -16,6 +16,7 @@ from torch.func import functional_call
 from ..errors import UserError
 from ..spaces.base import Arch, Space, Weights
 from ..spaces.copying import undrawn
+from ..spaces.slim import Slim, slimmable
 from .partial import part_of
 
 
@@ -59,28 +60,57 @@ async def prune(
     return arch
 
 
-class Candidate(nn.Module):
-    """An arch of a supernet to be looked at once: entries are lent to its structure, which has no tensors of its own.
+def candidates(space: Space, weights: Weights, captures: bool) -> Callable[[Arch], nn.Module]:
+    """Archs of a supernet as networks to be looked at, one at a time.
 
-    Norms use the statistics of the images that it is given, so they are right for the arch without a pass of their own;
-    the supernet's would belong to another network.
+    Norms use the statistics of the images that they are given, so they are right for the arch without a pass of their
+    own; the supernet's would belong to another network.
     """
+    if captures and slimmable(space):
+        return Slimmed(space, weights).at
+    return lambda arch: Candidate(space, weights, arch)
+
+
+class Candidate(nn.Module):
+    """An arch that is looked at once: entries are lent to its structure, which has no tensors of its own."""
 
     def __init__(self, space: Space, weights: Weights, arch: Arch) -> None:
         super().__init__()
-        device = next(iter(weights.values())).device
-        with undrawn(torch.device("meta")):
-            self.net = space.build(arch)
-        if _computes_buffers(self.net):
-            self.net = space.build(arch).to(device)
-        for layer in self.net.modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                layer.running_mean = layer.running_var = layer.num_batches_tracked = None
-        self.cost = space.cost(arch)
+        self.net, self.cost = _structure(space, arch, weights), space.cost(arch)
         self._weights = part_of(space, weights, arch)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional_call(self.net, self._weights, (x,))
+
+
+class Slimmed(nn.Module):
+    """The supernet with the channels of one arch, then of another: a GPU captures its pass once for all of them."""
+
+    def __init__(self, space: Space, weights: Weights) -> None:
+        super().__init__()
+        self.net, self.space = _structure(space, space.largest, weights), space
+        self._weights, device = weights, next(iter(weights.values())).device
+        self._slim, self._arch = Slim(space, device), torch.zeros(len(space.dimensions), device=device)
+
+    def at(self, arch: Arch) -> Slimmed:
+        self.cost = self.space.cost(arch)
+        self._arch.copy_(torch.tensor(arch, dtype=torch.float32))
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional_call(self.net, self._weights | self._slim.lend(self._weights, self._arch), (x,))
+
+
+def _structure(space: Space, arch: Arch, weights: Weights) -> nn.Module:
+    """A network without tensors, but for buffers that it computes when it is made, and without statistics."""
+    with undrawn(torch.device("meta")):
+        net = space.build(arch)
+    if _computes_buffers(net):
+        net = space.build(arch).to(next(iter(weights.values())).device)
+    for layer in net.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+    return net
 
 
 def _computes_buffers(net: nn.Module) -> bool:

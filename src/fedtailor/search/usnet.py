@@ -2,35 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..data.batches import steps_for
 from ..engine.client import Client
-from ..engine.jobs import Measured
-from ..spaces.measure import tensors_of
-from ..spaces.usnet import sandwich, usnet_loss
+from ..engine.jobs import Made, Measured, Recipe, Value
+from ..engine.steps import states
+from ..spaces.base import Arch, Space
+from ..spaces.layers import Counted
+from ..spaces.measure import parameters_of, tensors_of
+from ..spaces.slim import Slim, slimmable
+from ..spaces.usnet import distilled, forward_at, sandwich, usnet_loss
+
+if TYPE_CHECKING:
+    from ..config import Local
+
+ROOM = 64  # steps; clients with a little more or fewer share a captured step
 
 
 async def train_usnet(net: nn.Module, client: Client, widths: int) -> Measured:
     """Trains the largest, the smallest and some uniform networks between, all in every step; returns the mean loss."""
-    optimiser = client.local.optimiser(list(net.parameters()), client.lr)
     rng, images = client.rng("sandwich"), client.size("train")
     batch = min(client.local.batch, images)
     steps = steps_for(images, batch, client.local.epochs)
+    drawn = [(sandwich(client.space, rng, widths), int(rng.integers(1 << 40))) for _ in range(steps)]
+    client.flops += batch * sum(client.space.cost(arch).train_flops for archs, _ in drawn for arch in archs[1:])
+    if slimmable(client.space):
+        values = client.lr, table([archs[1:] for archs, _ in drawn]).to(client.device)
+        return await client.loop(SandwichStep(client.space, client.local, client.captures), [net], values, steps=steps)
+    optimiser = client.local.optimiser(list(net.parameters()), client.lr)
     total = 0.0
-    for _ in range(steps):
-        archs, seed = sandwich(client.space, rng, widths), int(rng.integers(1 << 40))
+    for archs, seed in drawn:
 
         def step(x: Tensor, y: Tensor, archs=archs, seed=seed) -> Tensor:
-            optimiser.zero_grad()
             loss = usnet_loss(client.space, tensors_of(net), archs, x, y, client.local.label_smoothing, seed)
-            loss.backward()
-            if client.local.clip:
-                nn.utils.clip_grad_norm_(net.parameters(), client.local.clip)
-            optimiser.step()
+            learn(loss, optimiser, net, client.local.clip)
             return loss.detach() / len(archs)
 
         # a job of one step (less than a batch is one), because an engine may capture a job's step and repeat it
         total += await client.loop(step, [net], epochs=0.5 * batch / images)
-        client.flops += batch * sum(client.space.cost(arch).train_flops for arch in archs[1:])
     return total / steps
+
+
+def learn(loss: Tensor, optimiser: torch.optim.Optimizer, net: nn.Module, clip: float) -> None:
+    optimiser.zero_grad()
+    loss.backward()
+    if clip:
+        nn.utils.clip_grad_norm_(net.parameters(), clip)
+    optimiser.step()
+
+
+def table(archs: Sequence[Sequence[Arch]]) -> Tensor:
+    """The archs beside the largest of every step, with room for more steps."""
+    rows = torch.tensor(archs, dtype=torch.float32)
+    room = torch.zeros(-len(rows) % ROOM, *rows.shape[1:])
+    return torch.cat([rows, room])
+
+
+@dataclass(frozen=True)
+class SandwichStep(Recipe):
+    """A step of US-Net in a slimmable space, given the learning rate and a table of archs.
+
+    With `masks` narrow networks are the supernet with channels held at zero, which a GPU can capture; without they are
+    networks of their own, which take less arithmetic.
+    """
+
+    space: Space
+    local: Local
+    masks: bool
+
+    def make(self, nets: Sequence[nn.Module], values: Sequence[Value]) -> Made:
+        (net,), (lr, archs) = nets, values
+        assert lr is not None
+        assert isinstance(archs, Tensor)
+        optimiser = self.local.optimiser(list(net.parameters()), lr)
+        done = torch.zeros(1, dtype=torch.int64, device=archs.device)
+        narrow = (masked if self.masks else cut)(self.space, net)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            rows = archs.index_select(0, done)[0]
+            loss = distilled(net(x), (narrow(row, x) for row in rows), y, self.local.label_smoothing)
+            learn(loss, optimiser, net, self.local.clip)
+            done.add_(1)
+            return loss.detach() / (1 + len(rows))
+
+        return Made(step, lambda: [*states(optimiser), done])
+
+
+def masked(space: Space, net: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """The logits of an arch, given as a tensor, by the supernet's own structure."""
+    slim, own = Slim(space, next(net.parameters()).device), parameters_of(net)
+    return lambda arch, x: functional_call(net, slim.lend(own, arch), (x,))
+
+
+def cut(space: Space, net: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """The same by networks that are cut out of it. Their dropout goes on where the supernet's is."""
+    own, counters = tensors_of(net), [m.counter for m in net.modules() if isinstance(m, Counted)]
+
+    def logits(arch: Tensor, x: Tensor) -> Tensor:
+        seed = int(counters[0]) if counters else 0
+        for counter in counters:
+            counter.add_(1)
+        return forward_at(space, own, tuple(map(int, arch)), x, seed)
+
+    return logits

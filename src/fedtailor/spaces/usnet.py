@@ -6,7 +6,7 @@ US-Net (Yu and Huang, "Universally Slimmable Networks and Improved Training Tech
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from threading import get_ident
 
@@ -53,12 +53,16 @@ def usnet_loss(
     in `weights` stay as they are: no width's statistics serve another, so each network's are re-estimated before use.
     `seed` starts the dropout layers.
     """
-    largest, *others = archs
-    logits = forward_at(space, weights, largest, x, seed)
-    loss = F.cross_entropy(logits, y, label_smoothing=label_smoothing)
-    targets = logits.detach().softmax(1)
-    for i, arch in enumerate(others, 1):
-        loss = loss + F.cross_entropy(forward_at(space, weights, arch, x, seed + i), targets)
+    logits = (forward_at(space, weights, arch, x, seed + i) for i, arch in enumerate(archs))
+    return distilled(next(logits), logits, y, label_smoothing)
+
+
+def distilled(teacher: Tensor, others: Iterable[Tensor], y: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """The summed loss of networks by their logits, where the first is taught by the labels and teaches the others."""
+    loss = F.cross_entropy(teacher, y, label_smoothing=label_smoothing)
+    targets = teacher.detach().softmax(1)
+    for logits in others:
+        loss = loss + F.cross_entropy(logits, targets)
     return loss
 
 

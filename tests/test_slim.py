@@ -1,0 +1,116 @@
+"""Narrow networks as their supernet with channels held at zero."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+import test_gpu
+from fedtailor.config import Local
+from fedtailor.engine.jobs import Made
+from fedtailor.engine.local import ready
+from fedtailor.search.pruning import Candidate, candidates
+from fedtailor.search.usnet import SandwichStep, table
+from fedtailor.seeds import rng_of
+from fedtailor.spaces.layers import Norm
+from fedtailor.spaces.measure import parameters_of, tensors_of
+from fedtailor.spaces.mobilenetv2 import MobileNetV2
+from fedtailor.spaces.slim import Slim, choosers, slimmable
+from fedtailor.spaces.tiny import Tiny
+from fedtailor.spaces.usnet import forward_at, sandwich
+
+HERE = torch.device("cpu")
+
+
+def supernet(space: MobileNetV2) -> torch.nn.Module:
+    """In double precision, because statistics of few images amplify errors, with norms that are not all alike."""
+    torch.manual_seed(0)
+    net = ready(space.supernet()).double().train()
+    for name, parameter in net.named_parameters():
+        if "norm" in name:
+            parameter.data.normal_(1.0, 0.3)
+    return net
+
+
+def batch(images: int = 6) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(1)
+    return torch.randn(images, 1, 8, 8, generator=gen).double(), torch.randint(3, (images,), generator=gen)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_a_supernet_with_channels_at_zero_is_the_narrow_network(norm: Norm) -> None:
+    space = MobileNetV2((1, 8, 8), 3, norm=norm)
+    net, (x, _) = supernet(space), batch()
+    rng, slim = rng_of("slim"), Slim(space, HERE)
+    for arch in (space.smallest, space.uniform(0.6), space.sample(rng), space.sample(rng)):
+        own = parameters_of(net)
+        towards = torch.randn(len(x), 3, generator=torch.Generator().manual_seed(2)).double()
+        found = []
+        held = functional_call(net, slim.lend(own, torch.tensor(arch, dtype=torch.float32)), (x,))
+        for logits in (held, forward_at(space, tensors_of(net), arch, x)):
+            slopes = torch.autograd.grad(logits, list(own.values()), towards, materialize_grads=True)
+            found.append([logits, *slopes])
+        for mine, other in zip(*found, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-9)
+
+
+def test_every_width_is_chosen_by_the_dimension_that_narrows_it() -> None:
+    space = MobileNetV2((1, 8, 8), 3)
+    assert slimmable(space)
+    assert not slimmable(Tiny((1, 8, 8), 3))
+    names = [d.name for d in space.dimensions]
+    assert choosers(space)["body.stem.norm"] == names.index("stem")
+    assert choosers(space)["body.stage1.0.depthwise.norm"] == names.index("stem")
+    assert choosers(space)["body.stage4.2.expand.norm"] == names.index("stage4.expand2")
+    assert choosers(space)["body.stage4.2.project.norm"] == names.index("stage4")
+    assert "body.last.norm" not in choosers(space)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_steps_with_masks_are_those_of_networks_that_are_cut_out(dropout: float) -> None:
+    space, rng = MobileNetV2((1, 8, 8), 3, dropout=dropout), rng_of("steps")
+    local = Local(lr=0.01, momentum=0.9, clip=1.0, label_smoothing=0.1)
+    archs = [sandwich(space, rng, 4)[1:] for _ in range(3)]
+    x, y = batch()
+    ends = []
+    for masks in (True, False):
+        net = supernet(space)
+        made = SandwichStep(space, local, masks).make([net], (0.01, table(archs)))
+        losses = [made.step(x, y) for _ in archs]
+        ends.append((torch.stack(losses), *(p.detach() for p in net.parameters())))
+        assert isinstance(made, Made)
+        assert int(made.state()[-1]) == 3  # the next job starts at the first row again
+    for mine, other in zip(*ends, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)
+
+
+def test_candidates_by_masks_are_networks_of_their_own() -> None:
+    space = MobileNetV2((1, 8, 8), 3)
+    weights, (x, _) = tensors_of(supernet(space)), batch(20)
+    learnt = {n: t.detach() for n, t in weights.items() if "running" not in n}
+    look = candidates(space, learnt, captures=True)
+    seen = set()
+    for arch in (space.largest, space.uniform(0.5), space.sample(rng_of("look"))):
+        slim, cut = look(arch).eval(), Candidate(space, learnt, arch).eval()
+        torch.testing.assert_close(slim(x), cut(x), rtol=1e-7, atol=1e-9)
+        assert slim.cost == cut.cost == space.cost(arch)
+        seen.add(id(slim))
+    assert len(seen) == 1  # one network, whose pass can be captured
+    assert isinstance(candidates(space, learnt, captures=False)(space.largest), Candidate)
+
+
+@pytest.mark.parametrize("place", ["pretence", pytest.param("cuda", marks=test_gpu.on_a_gpu)])
+@pytest.mark.parametrize("warm_up", [1.0, 0.0])
+def test_engines_agree_where_one_of_them_has_masks(warm_up: float, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training a slimmable supernet, and pruning it."""
+    there = test_gpu.pretend(monkeypatch) if place == "pretence" else torch.device("cuda")
+    monkeypatch.setattr(test_gpu, "device", there)
+    how = {"method__warm_up": warm_up, "fleet__name": "capacity-high", "local__epochs": 1.0}
+    ends = [test_gpu.one_round("fedcs", "mobilenetv2", engine, **how) for engine in ("eager", "auto")]
+    a, b = (test_gpu.tensors(state) for state, _, _ in ends)
+    assert a.keys() == b.keys()
+    apart, size = (sum(float(t.pow(2).sum()) for t in ts) for ts in ((a[n] - b[n] for n in a), a.values()))
+    assert apart <= 1e-8 * size
+    assert ends[0][0].server.archs == ends[1][0].server.archs
