@@ -87,6 +87,7 @@ def own_endings(epochs: float, rates: tuple[float, ...] = (0.0003, 0.001)) -> di
 
 
 OWN = {"own statistics": Ending({"local.bn": "recalibrate"})}  # as search methods' clients have them
+FRESH = OWN | {"own statistics, prior": Ending({"local.bn": "recalibrate", **PRIOR})}  # instead of those kept since
 HALF_WAY = {"half-way, prior": Ending({**HALF, "local.prior": True, "local.prior_tau": 0.5})}
 HALF_WAY_PRIOR = {"half-way": Ending({**HALF, "local.prior": True})}
 
@@ -207,17 +208,17 @@ BUDGETS = {
     ),
     "fedavg-x0.5-prior": Row({"method.name": "fedavg-uniform", "local.bn": "average", **PRIOR}, prior_endings(5.0)),
     "feduniform": Row(
-        {"method.name": "feduniform"}, shared_endings(5.0), paper={"as it is": "92.52", "global": "92.47"}
+        {"method.name": "feduniform"}, shared_endings(5.0) | FRESH, paper={"as it is": "92.52", "global": "92.47"}
     ),
     "fedcs": Row(
         {"method.name": "fedcs", "method.inherit": False},
-        shared_endings(5.0),
+        shared_endings(5.0) | FRESH,
         paper={"as it is": "93.29", "global": "93.08"},
         note="sub-networks trained from scratch, as in the paper's Table 1",
     ),
     "fedcs-inherit": Row(
         {"method.name": "fedcs", "method.inherit": True},
-        shared_endings(5.0),
+        shared_endings(5.0) | FRESH,
         note="sub-networks start from the warmed-up supernet",
     ),
 }

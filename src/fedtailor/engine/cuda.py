@@ -41,6 +41,7 @@ SLACK = 1.3  # the most that a network's training memory may be underestimated b
 WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for a captured step
 CROWD = 128  # the most clients whose work is under way at once
 MOST_STACKS = 8  # kept
+SCORING = 8  # lanes that score: what passes over many images need stays with the lane
 MEMORIES = 0.25  # of the card's memory that what clients keep may take
 SHARE = 0.4  # of the card's memory that must be free to get ready for the next round
 
@@ -60,6 +61,7 @@ class CudaEngine(LocalEngine):
     ) -> None:
         super().__init__(device, precision=precision)
         self.at_once, self.crowd = at_once, CROWD
+        self._under_way = CROWD  # of the crowd, in this run
         self.room = Room(device)
         lanes = [Lane(torch.cuda.Stream(device)) for _ in range(at_once)]
         self.slots = Slots(self._make, lanes, slots, self.precision)
@@ -113,7 +115,7 @@ class CudaEngine(LocalEngine):
 
         Where there is more work than the card should have under way, the rest is asked for when its turn comes.
         """
-        self._foresee = foresee
+        self._foresee, self._under_way = foresee, self.crowd
         with no_garbage():  # what it frees may be a graph, and a graph freed during a capture makes the capture void
             return self._run(work)
 
@@ -139,7 +141,7 @@ class CudaEngine(LocalEngine):
         try:
             queue = iter(work)
             while True:
-                while len(waiting) < self.crowd and (labelled := next(queue, None)):
+                while len(waiting) < self._under_way and (labelled := next(queue, None)):
                     begun.append(labelled)
                     advance(len(begun) - 1, None)
                 if not waiting:
@@ -160,13 +162,13 @@ class CudaEngine(LocalEngine):
         try:
             self._scores[number] = self._scored(number, label, job)
         except torch.OutOfMemoryError as error:
-            self._make_room(len(self._scores), label, error)
+            self._make_room(len(self._scores), label, error)  # for these scores: the next round may train as before
             self._scores[number] = self._scored(number, label, job)
 
     def _scored(self, number: int, label: str, job: Score) -> tuple[Tensor, torch.cuda.Stream]:
         """How many answers are right, and the stream that counts them."""
         if job.net not in self._forwards:
-            lanes = self.slots.lanes
+            lanes = self.slots.lanes[:SCORING]
             self._forwards[job.net] = Forwards(lanes[number % len(lanes)])
         stream = self._forwards[job.net].lane.stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -264,6 +266,8 @@ class CudaEngine(LocalEngine):
                 replays.append(self._prepare(label, job, new, {replay.lane for replay in replays}))
             except torch.OutOfMemoryError as error:  # nothing of this client has run yet
                 self._make_room(len(replays), label, error)
+                self.crowd = self._under_way
+                self.at_once = min(self.at_once, self.crowd)
                 break
             most = max(most, before - self.room.free())
             self._queue(replays, -(-AHEAD // len(replays)))  # the card works on these while the next one is captured
@@ -315,9 +319,8 @@ class CudaEngine(LocalEngine):
         if not clients and not (len(self.slots) or any(self._stacks.values())):
             raise RuntimeError(f"{label}: the GPU's memory is too small for one client ({error})") from error
         self.forget()
-        self.crowd = max(1, clients or self.at_once // 2)
-        self.at_once = min(self.at_once, self.crowd)
-        self._tell(f"GPU memory is full: from now on {self.crowd} clients are under way at a time")
+        self._under_way = max(1, clients or self.at_once // 2)
+        self._tell(f"GPU memory is full: {self._under_way} clients go on at a time")
 
     @staticmethod
     def _queue(replays: Sequence[Replay], steps: int) -> None:
