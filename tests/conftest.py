@@ -7,11 +7,24 @@ import pytest
 import torch
 
 import cuda_on_cpu
-from fedtailor.kernels import blocks, columns, depthwise, gates, halving, layout, mixing, norm, random
+from fedtailor.kernels import (
+    blocks,
+    columns,
+    depthwise,
+    gates,
+    halving,
+    layout,
+    mixing,
+    norm,
+    norm_last,
+    norm_layer,
+    random,
+)
+from fedtailor.spaces import layers
 
 torch.set_num_threads(1)
 os.environ["FEDTAILOR_CACHE"] = "off"
-ROOMS = (blocks, columns, depthwise, gates, halving, layout, mixing, norm, random)
+ROOMS = (blocks, columns, depthwise, gates, halving, layers, layout, mixing, norm, norm_last, norm_layer, random)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no g++ here")
 
@@ -26,7 +39,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             for name in ("compiled", "launch", "applies", "takes"):
                 if hasattr(room, name):
                     monkeypatch.setattr(room, name, getattr(cuda_on_cpu, name))
-            if room not in (depthwise, layout):
+            if room not in (depthwise, layers, layout, norm_layer):
                 monkeypatch.setattr(room, "THREADS", 64)
         monkeypatch.setattr(depthwise, "BLOCKS", 8)
         yield "cpu"

@@ -20,7 +20,7 @@ from fedtailor.kernels import compiling
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
-FLAGS = ["-std=c++20", "-w", "-fPIC"]
+FLAGS = ["-std=c++20", "-w", "-fPIC", "-fno-gnu-unique"]  # each library has shared memory of its own
 _built = Path(tempfile.mkdtemp(prefix="kernels-"))
 
 

@@ -6,6 +6,7 @@ The kernels' sources also run on a processor, thread by thread, so that what the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +92,24 @@ def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LAYOUTS = pytest.mark.parametrize("lay", [torch.clone, laid_by_channel], ids=["by image", "by channel"])
 Lay = Callable[[Tensor], Tensor]
+
+
+def test_what_the_compiler_made_is_kept_for_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr("torch.cuda._utils._nvrtc_compile", lambda source, _: (made.append(source) or b"code", ""))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setenv("FEDTAILOR_CACHE", str(tmp_path))
+    there = torch.device("cuda", 0)
+    assert [compiling._binary(source, "forward", there) for source in ("a", "b", "a")] == [b"code"] * 3
+    assert made == ["a", "b"]
+    for file in (tmp_path / "kernels").iterdir():
+        file.write_bytes(file.read_bytes()[:-1])  # damaged
+    assert compiling._binary("a", "forward", there) == b"code"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))  # another card
+    compiling._binary("a", "forward", there)
+    monkeypatch.setenv("FEDTAILOR_CACHE", "off")
+    compiling._binary("a", "forward", there)
+    assert made == ["a", "b", "a", "a", "a"]
 
 
 @LAYOUTS

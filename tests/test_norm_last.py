@@ -14,9 +14,8 @@ from fedtailor.engine.local import ready
 from fedtailor.engine.outfit import fit_out
 from fedtailor.kernels import norm_last
 from fedtailor.kernels.compiling import plain
-from fedtailor.kernels.norm import BatchNorm
+from fedtailor.kernels.norm_layer import BatchNorm
 from fedtailor.registry import lookup
-from fedtailor.spaces import layers
 from fedtailor.spaces.layers import ConvNorm, Norm
 
 SHAPES = [  # images, channels, height, width
@@ -31,10 +30,6 @@ HOW = [("", False), ("relu", False), ("hswish", False), ("relu6", False), ("", T
 @pytest.fixture(autouse=True)
 def launched(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was launched, one after the other."""
-    if device == "cpu":
-        for room, name in ((norm_last, "compiled"), (norm_last, "launch"), (norm_last, "takes"), (layers, "takes")):
-            monkeypatch.setattr(room, name, getattr(cuda_on_cpu, name))
-        monkeypatch.setattr(norm_last, "THREADS", 64)
     seen: list[Any] = []
     launch = norm_last.launch
     monkeypatch.setattr(norm_last, "launch", lambda *args: (seen.append(args[1:3]), launch(*args)))

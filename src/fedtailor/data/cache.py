@@ -1,18 +1,15 @@
-"""Pictures decoded once: blocks of uint8 arrays on disk, each named by what it was made from and sealed by a hash.
+"""Pictures decoded once: blocks of uint8 arrays on disk, each named by what it was made from.
 
 A block is known by its files' paths, sizes and times of change and by what pictures are made into. So a decoding that
-was stopped goes on where it was, a changed file is read again, and a damaged block is made anew. The folder is
-$FEDTAILOR_CACHE, or fedtailor in the user's cache folder; it can be deleted at any time. `off` keeps nothing.
+was stopped goes on where it was, a changed file is read again, and a damaged block is made anew.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,21 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from ..cached import read_cached, write_cached
 from .pixels import Broken, Header, Target, decode, header
 
-FORMAT = 1  # of a block, and of the rules by which a file becomes pixels
+FORMAT = 2  # of a block, and of the rules by which a file becomes pixels
 BLOCK = 256
 Say = Callable[[str], None]
-
-
-def cache_folder() -> Path | None:
-    """Where blocks are kept; None: nowhere."""
-    told = os.environ.get("FEDTAILOR_CACHE", "")
-    if told == "off":
-        return None
-    if told:
-        return Path(told).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedtailor"
 
 
 def headers(paths: Sequence[Path], say: Say | None = None) -> list[Header | Broken]:
@@ -122,45 +110,21 @@ def _key(what: str, paths: Sequence[Path]) -> str:
 
 def _read(key: str) -> dict[str, np.ndarray] | None:
     """A block, where it is there and whole."""
-    folder = cache_folder()
-    path = folder / key[:2] / f"{key}.npz" if folder else None
-    if path is None or not path.is_file():
+    found = read_cached(_place(key))
+    if found is None:
         return None
-    # whatever NumPy and zip stumble over, the file is damaged and made anew
-    with contextlib.suppress(Exception), np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
-        seal = arrays.pop("seal").tobytes()
-        if seal == _seal(arrays):
-            return arrays
-    return None
+    with np.load(io.BytesIO(found), allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
 
 
 def _write(key: str, arrays: dict[str, np.ndarray]) -> None:
-    """Keeps a block, whole or not at all. A disk that is full or read-only costs time, not the run."""
-    folder = cache_folder()
-    if folder is None:
-        return
-    path = folder / key[:2] / f"{key}.npz"
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays, seal=np.frombuffer(_seal(arrays), np.uint8))  # type: ignore[arg-type]
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(buffer.getvalue())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    write_cached(_place(key), buffer.getvalue())
 
 
-def _seal(arrays: dict[str, np.ndarray]) -> bytes:
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        digest.update(f"{name} {arrays[name].shape} {arrays[name].dtype}".encode())
-        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
-    return digest.digest()
+def _place(key: str) -> str:
+    return f"{key[:2]}/{key}.npz"
 
 
 class _Progress:

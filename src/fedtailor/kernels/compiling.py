@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import threading
 import warnings
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..cached import read_cached, write_cached
 
 Kernels = Mapping[str, Any]
 Argument = Tensor | int | float | ctypes.Structure | None  # of a kernel
@@ -84,15 +87,28 @@ def source_of(name: str, **values: int) -> str:
 
 def _compile(source: str, names: tuple[str, ...], device: torch.device) -> Kernels | None:
     try:
-        from torch.cuda._utils import _cuda_load_module, _nvrtc_compile
+        from torch.cuda._utils import _cuda_load_module
 
         torch.cuda.set_device(device.index or 0)
-        made: Any = _cuda_load_module(_nvrtc_compile(source, names[0])[0], list(names))
+        made: Any = _cuda_load_module(_binary(source, names[0], device), list(names))
         return made
     except (ImportError, OSError, RuntimeError) as error:  # another torch, or no compiler library beside it
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(f"fedtailor's kernels cannot be made here, torch's own run instead ({reason})", stacklevel=2)
         return None
+
+
+def _binary(source: str, name: str, device: torch.device) -> bytes:
+    """What the card's compiler makes of a source: a second's work, kept for other processes."""
+    from torch.cuda._utils import _nvrtc_compile
+
+    made_for = torch.cuda.get_device_capability(device), torch.__version__, torch.version.cuda
+    place = f"kernels/{hashlib.sha256(f'{made_for} {source}'.encode()).hexdigest()}"
+    found = read_cached(place)
+    if found is None:
+        found = bytes(_nvrtc_compile(source, name)[0])
+        write_cached(place, found)
+    return found
 
 
 def launch(kernel: Any, blocks: tuple[int, int], threads: int, *args: Argument) -> None:

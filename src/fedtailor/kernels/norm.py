@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .compiling import Kernels, addresses, compiled, gradients, half, launch, takes
 from .layout import apart, by_channel, laid_like
@@ -128,22 +128,3 @@ def _by_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Rule)
         for statistics in others:
             F.batch_norm(x.detach(), *statistics, None, None, True, rule.momentum, rule.eps)
     return ACTS_OF_TORCH[rule.act](F.batch_norm(x, mean, variance, weight, bias, True, rule.momentum, rule.eps))
-
-
-class BatchNorm(nn.BatchNorm2d):
-    """torch's layer, with the kernels in training. What is added to it and an activation come along."""
-
-    def forward(self, input: Tensor, act: str = "", plus: Tensor | None = None) -> Tensor:
-        if takes(input) and self.training and self.momentum is not None and self.num_batches_tracked is None:
-            from .norm_last import batch_norm_last  # which needs what is above
-
-            rule = Rule((self.running_mean, self.running_var), self.momentum, self.eps, act)
-            y = batch_norm_last(input, self.weight, self.bias, rule, plus)
-            if y is not None:
-                return y
-            if plus is None:
-                return batch_norm(input, self.weight, self.bias, rule)
-            y = batch_norm(input, self.weight, self.bias, rule._replace(act=""))
-        else:
-            y = super().forward(input)
-        return ACTS_OF_TORCH[act](y if plus is None else plus + y)

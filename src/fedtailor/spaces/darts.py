@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ..errors import UserError, unknown
 from ..kernels.layout import laid_by_channel
-from ..kernels.norm import BatchNorm, small
+from ..kernels.norm import small
+from ..kernels.norm_layer import BatchNorm
 from ..registry import register
 from ..seeds import Key, seed_of, torch_seed
 from .base import Arch, Dimension, Index, Space, Weights, counted

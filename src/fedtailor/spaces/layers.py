@@ -14,7 +14,8 @@ from ..kernels.compiling import takes
 from ..kernels.depthwise import Depthwise
 from ..kernels.gates import channel_gates
 from ..kernels.layout import Pointwise, laid_by_channel
-from ..kernels.norm import ACTS, BatchNorm, small
+from ..kernels.norm import ACTS, small
+from ..kernels.norm_layer import BatchNorm
 from ..kernels.random import uniform
 from .base import Block
 
