@@ -107,7 +107,8 @@ def test_engines_agree_where_one_of_them_has_masks(warm_up: float, place: str, m
     """Training a slimmable supernet, and pruning it."""
     there = test_gpu.pretend(monkeypatch) if place == "pretence" else torch.device("cuda")
     monkeypatch.setattr(test_gpu, "device", there)
-    how = {"method__warm_up": warm_up, "fleet__name": "capacity-high", "local__epochs": 1.0}
+    few = {"method__ratio": 0.7, "method__images": 16}  # large cuts, judged on few images
+    how = {"method__warm_up": warm_up, "fleet__name": "capacity-high", **few}
     ends = [test_gpu.one_round("fedcs", "mobilenetv2", engine, **how) for engine in ("eager", "auto")]
     a, b = (test_gpu.tensors(state) for state, _, _ in ends)
     assert a.keys() == b.keys()
