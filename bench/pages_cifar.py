@@ -52,8 +52,11 @@ class Shown:
         return [r["endings"][self.chosen][split] for r in self.results]
 
     @property
-    def mean(self) -> float:
-        return float(np.mean([np.mean(a) for a in self.accuracies()]))
+    def figures(self) -> tuple[float, float, float]:
+        """Mean, standard deviation and worst decile over clients, in percent; the mean over seeds of each."""
+        each = [s for s in (spread(a) for a in self.accuracies()) if s]
+        mean, std, worst = (100 * float(np.mean([s[k] for s in each])) for k in range(3))
+        return mean, std, worst
 
 
 def read() -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -65,10 +68,10 @@ def read() -> dict[tuple[str, str], list[dict[str, Any]]]:
     return {key: sorted(ones, key=lambda r: r["seed"]) for key, ones in found.items()}
 
 
-def shown(row: str, results: Sequence[Mapping[str, Any]]) -> list[Shown]:
-    """The row's endings; of several values of one ending that with the best val accuracy over the seeds."""
+def shown(row: str, results: Sequence[Mapping[str, Any]], order: Iterable[str]) -> list[Shown]:
+    """The row's endings in order; of several values of one ending that with the best val accuracy over the seeds."""
     groups: dict[str, list[str]] = {}
-    for name in results[0]["endings"]:
+    for name in order:
         if all(name in r["endings"] for r in results):
             groups.setdefault(name.split("@")[0], []).append(name)
     out = []
@@ -121,6 +124,11 @@ def chapter(
     out = ["", f"## {name}", "", f"{federation.title}.", ""]
     out.append(f"Presets {', '.join(f'`{p}`' for p in presets)}; partitions {', '.join(f'`{h}`' for h in hashes)}.")
     out += ["", f"```\npython bench/cifar.py {name} --rows ROW --seed 0 --out DIR\n```", ""]
+    tried = {
+        row: shown(row, own, spec.endings) for row, spec in federation.rows.items() if (own := results.get((name, row)))
+    }
+    best = {row: max(found, key=lambda x: float(np.mean(x.accuracies("val")))) for row, found in tried.items()}
+    out += summary(best) if len(hashes) == 1 else []  # rows of other deals are not to be compared
     out += ["| " + " | ".join(HEADS) + " |", "|" + "---|" * len(HEADS)]
     curves, clients, pictures = {}, {}, {}
     for row, spec in federation.rows.items():
@@ -129,13 +137,12 @@ def chapter(
             paper = ", ".join(f"{v} ({k})" if k != "as it is" else v for k, v in spec.paper.items())
             out.append(f"| {row} | not run yet | | {paper} | | | | | | | {spec.hours} | | {spec.note} |")
             continue
-        found = shown(row, own)
+        found = tried[row]
         out += ["| " + " | ".join(cells(x, spec, federation, first=x is found[0])) + " |" for x in found]
         there = {x.ending for x in found}
         left = [e for e in dict.fromkeys(e.split("@")[0] for e in spec.endings) if e not in there]
         out += [f"| … {ending} | not run yet |" + " |" * (len(HEADS) - 2) for ending in left]
-        best = max(found, key=lambda x: float(np.mean(x.accuracies("val"))))
-        clients[best.name] = best.accuracies()[0]
+        clients[best[row].name] = best[row].accuracies()[0]
         if own[0]["rounds"] >= 20:  # local training has few, of all clients: another axis
             curves[row] = own[0]["curves"]["personal"]
     if curves:
@@ -152,14 +159,26 @@ def chapter(
     return "\n".join([*out, ""]), pictures
 
 
+def summary(best: Mapping[str, Shown]) -> list[str]:
+    """The rows with the endings that val prefers, the best first."""
+    if len(best) < 2:
+        return []
+    out = ["Each row with the ending that val prefers, best first; all endings are in the table below.", ""]
+    out += ["| row and ending | personal | worst decile | seeds | parameters |", "|---|---|---|---|---|"]
+    for x in sorted(best.values(), key=lambda x: -x.figures[0]):
+        mean, std, worst = x.figures
+        size = np.mean([r["endings"][x.chosen]["parameters"] for r in x.results]) / 1e6
+        out.append(f"| {x.name} | **{mean:.2f}** ± {std:.2f} | {worst:.2f} | {len(x.results)} | {size:.2f} M |")
+    return [*out, ""]
+
+
 def cells(x: Shown, spec: Row, federation: Federation, first: bool) -> list[str]:
     """A line; what belongs to the row as a whole is said in its first line."""
-    each = [s for s in (spread(a) for a in x.accuracies()) if s]
-    mean, std, worst = (100 * float(np.mean([s[k] for s in each])) for k in range(3))
+    mean, std, worst = x.figures
     one, chosen = x.results[0], x.chosen.partition("@")[2]
     ended = [r["endings"][x.chosen] for r in x.results]
     shared = [np.mean(found["global test"]) for found in ended if "global test" in found]
-    seeds = ", ".join(f"{r['seed']}: {100 * s.mean:.2f}" for r, s in zip(x.results, each, strict=True))
+    seeds = ", ".join(f"{r['seed']}: {100 * np.mean(a):.2f}" for r, a in zip(x.results, x.accuracies(), strict=True))
     paper = spec.paper.get(x.ending, "")
     name = f"{x.name} (lr {chosen})" if chosen else x.name
     start = [
