@@ -113,17 +113,15 @@ class FedCS(FedUniform):
         """Lines 13-21: the client finds its arch, once, and cuts the weights it was sent for all archs."""
         if task.arch:
             return task
-        supernet, seat = task.extra or task.weights, client.seat
-
-        look = candidates(client.space, supernet, client.captures)
-
-        async def score(arch: tuple[int, ...]) -> float:
-            return await client.score(look(arch), on="train", images=self.images)
-
         if "arch" not in client.memory:
-            need = lambda arch: max(seat.use(arch).values())  # noqa: E731
-            fits = lambda arch: affords(seat, arch)  # noqa: E731
-            client.memory["arch"] = await prune(client.space, self.ratio, fits, need, score)
+            seat, look = client.seat, candidates(client.space, task.extra or task.weights, client.captures)
+            client.memory["arch"] = await prune(
+                client.space,
+                self.ratio,
+                fits=lambda arch: affords(seat, arch),
+                need=lambda arch: max(seat.use(arch).values()),
+                score=lambda arch: client.score(look(arch), on="train", images=self.images),
+            )
         arch = client.memory["arch"]
         return Task(part_of(client.space, task.weights, arch), arch)
 
