@@ -25,6 +25,7 @@ from ..cached import read_cached, write_cached
 
 Kernels = Mapping[str, Any]
 Argument = Tensor | int | float | ctypes.Structure | None  # of a kernel
+HEADERS = {"HALF": "real.cuh", "ACT": "acts.cuh"}  # by the value that asks for them
 _here = threading.local()
 
 
@@ -80,8 +81,8 @@ def compiled(name: str, names: tuple[str, ...], device: torch.device, **values: 
 def source_of(name: str, **values: int) -> str:
     """The source of NAME.cu, with what it needs before it."""
     here = Path(__file__)
-    parts = [here.with_name("real.cuh")] if "HALF" in values else []
-    texts = [part.read_text(encoding="utf-8") for part in [*parts, here.with_name(f"{name}.cu")]]
+    needed = [header for key, header in HEADERS.items() if key in values]
+    texts = [here.with_name(file).read_text(encoding="utf-8") for file in [*needed, f"{name}.cu"]]
     return "\n".join([*(f"#define {key} {value}" for key, value in values.items()), *texts])
 
 

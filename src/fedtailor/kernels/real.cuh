@@ -17,24 +17,19 @@ __device__ inline float wide(Real v) { return v; }
 __device__ inline Real narrow(float v) { return v; }
 #endif
 
-// MANY numbers side by side, read and written at once.
+// MANY numbers side by side, read and written at once: one, or an even number of them.
+#if HALF
 template <int MANY>
 struct alignas(sizeof(Real) * MANY) Several {
-    Real v[MANY];
+    unsigned pairs[MANY / 2];  // two share a register for as long as they are kept
 
-    __device__ inline float get(int j) const { return wide(v[j]); }
+    __device__ inline float get(int j) const {
+        return __uint_as_float(j % 2 ? pairs[j / 2] & 0xffff0000u : pairs[j / 2] << 16);
+    }
     template <typename Value>
     __device__ inline void set(Value value) {
 #pragma unroll
-        for (int j = 0; j < MANY; ++j) v[j] = narrow(value(j));
-    }
-};
-
-#if HALF
-// Two share a register for as long as they are kept.
-struct Pairs {
-    __device__ static inline float get(const unsigned* pairs, int j) {
-        return __uint_as_float(j % 2 ? pairs[j / 2] & 0xffff0000u : pairs[j / 2] << 16);
+        for (int j = 0; j < MANY; j += 2) pairs[j / 2] = pair(value(j), value(j + 1));
     }
     __device__ static inline unsigned pair(float low, float high) {
 #if __CUDA_ARCH__ >= 800
@@ -44,24 +39,25 @@ struct Pairs {
 #endif
         return narrow(low) | unsigned(narrow(high)) << 16;
     }
+};
+template <>
+struct Several<1> {
+    Real v;
+
+    __device__ inline float get(int) const { return wide(v); }
     template <typename Value>
-    __device__ static inline void set(unsigned* pairs, int many, Value value) {
+    __device__ inline void set(Value value) { v = narrow(value(0)); }
+};
+#else
+template <int MANY>
+struct alignas(sizeof(Real) * MANY) Several {
+    float v[MANY];
+
+    __device__ inline float get(int j) const { return v[j]; }
+    template <typename Value>
+    __device__ inline void set(Value value) {
 #pragma unroll
-        for (int j = 0; j < many; j += 2) pairs[j / 2] = pair(value(j), value(j + 1));
+        for (int j = 0; j < MANY; ++j) v[j] = value(j);
     }
-};
-template <>
-struct alignas(8) Several<4> {
-    unsigned pairs[2];
-    __device__ inline float get(int j) const { return Pairs::get(pairs, j); }
-    template <typename Value>
-    __device__ inline void set(Value value) { Pairs::set(pairs, 4, value); }
-};
-template <>
-struct alignas(16) Several<8> {
-    unsigned pairs[4];
-    __device__ inline float get(int j) const { return Pairs::get(pairs, j); }
-    template <typename Value>
-    __device__ inline void set(Value value) { Pairs::set(pairs, 8, value); }
 };
 #endif
