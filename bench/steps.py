@@ -4,6 +4,7 @@
     python bench/steps.py --set method.name=perfedrlnas --set space.name=mobilenetv3 --random --precision bf16
     python bench/steps.py --set method.name=spider --set space.name=darts --set space.variant=s2 --beside 1 8
     python bench/steps.py --set net.name=mobilenetv3_large --layers 16               # where a full card's time goes
+    python bench/steps.py --set net.name=mobilenetv2 --without norm.backward depthwise   # or: what a kernel costs there
     FEDTAILOR_KERNELS=off python bench/steps.py --set net.name=mobilenetv3_large     # torch's kernels alone
 
 Needs no data: images are zeros, and a step's kernels do not depend on them. The largest arch of a space is taken, or
@@ -13,6 +14,7 @@ with --random one that is drawn. Times are means over replays, in milliseconds f
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -83,6 +85,25 @@ class Layers:
             self.graph.replay()
 
 
+def leave_out(word: str) -> None:
+    """From now on a kernel of ours, MODULE.KERNEL or all of a MODULE's, is not started: what it would cost is saved.
+
+    Steps then compute nonsense, in the time of the rest.
+    """
+    module_name, _, kernel = word.partition(".")
+    module: Any = importlib.import_module(f"fedtailor.kernels.{module_name}")
+    made, start = module.compiled, module.launch
+
+    def compiled(name: str, names: tuple[str, ...], device: torch.device, **values: int) -> dict[str, Any]:
+        found = made(name, names, device, **values)
+        if kernel and kernel not in names:
+            raise SystemExit(f"{module_name} has no kernel '{kernel}': there are {', '.join(names)}")
+        return {n: None if kernel in (n, "") else found[n] for n in names}
+
+    module.compiled = compiled
+    module.launch = lambda kernel, *rest: None if kernel is None else start(kernel, *rest)
+
+
 def kind_of(layer: nn.Module) -> str:
     """Of layers that are looked at one by one; an empty word for all others."""
     if isinstance(layer, nn.Conv2d):
@@ -134,8 +155,11 @@ def main() -> None:
     parser.add_argument("--random", action="store_true", help="a random arch of the space, instead of the largest")
     parser.add_argument("--beside", type=int, nargs="+", default=[1, 4, 8, 16], help="networks side by side")
     parser.add_argument("--layers", type=int, default=0, help="times by kind of layer with so many networks at once")
+    parser.add_argument("--without", nargs="+", default=[], metavar="MODULE[.KERNEL]", help="kernels to leave out")
     parser.add_argument("--top", type=int, default=15, help="kernels listed")
     args = parser.parse_args()
+    for word in args.without:
+        leave_out(word)
     config = load({}, args.set)
     space = config.make_space(INPUT, CLASSES)
     engine = CudaEngine(torch.device("cuda"), args.precision, at_once=max(*args.beside, args.layers))

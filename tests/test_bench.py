@@ -181,6 +181,24 @@ def test_steps_are_timed_alone_side_by_side_and_by_layer(
     assert "2 kernels" in said
 
 
+def test_kernels_can_be_left_out_to_see_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedtailor.kernels import gates
+
+    steps, started = script("steps"), []
+    names = ("gates", "images", "weights")
+    monkeypatch.setattr(gates, "compiled", lambda name, names, device: {n: n for n in names})
+    monkeypatch.setattr(gates, "launch", lambda kernel, *rest: started.append(kernel))
+    steps.leave_out("gates.images")
+    for kernel in gates.compiled("gates", names, None).values():  # type: ignore[arg-type]
+        gates.launch(kernel, (1, 1), 32)
+    assert started == ["gates", "weights"]
+    steps.leave_out("gates")
+    assert not any(gates.compiled("gates", names, None).values())  # type: ignore[union-attr, arg-type]
+    steps.leave_out("gates.nothing")
+    with pytest.raises(SystemExit, match="has no kernel 'nothing': there are gates, images, weights"):
+        gates.compiled("gates", names, None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("name", "row"), pinned())
 def test_federations_are_the_pinned_ones(name: str, row: str) -> None:
     if not os.environ.get("FEDTAILOR_DATA"):
