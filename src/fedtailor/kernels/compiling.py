@@ -100,7 +100,7 @@ def _compile(source: str, names: tuple[str, ...], device: torch.device) -> Kerne
 
 
 def _binary(source: str, name: str, device: torch.device) -> bytes:
-    """What the card's compiler makes of a source: a second's work, kept for other processes."""
+    """What the card's compiler makes of a source: up to a second's work, kept for other processes."""
     from torch.cuda._utils import _nvrtc_compile
 
     made_for = torch.cuda.get_device_capability(device), torch.__version__, torch.version.cuda
