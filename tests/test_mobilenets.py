@@ -16,7 +16,7 @@ from fedtailor.spaces.measure import count, tensors_of
 from fedtailor.spaces.mobilenetv2 import MobileNetV2, uniform_counts
 from fedtailor.spaces.mobilenetv3 import MobileNetV3
 from fedtailor.spaces.tiny import Tiny
-from fedtailor.spaces.usnet import forward_at, sandwich, usnet_loss
+from fedtailor.spaces.usnet import distilled, forward_at, sandwich, usnet_losses
 
 CIFAR = (3, 32, 32)
 
@@ -200,8 +200,10 @@ def test_usnet_loss_and_gradient_are_those_of_the_plain_algorithm(kind: type):
     archs = sandwich(space, rng)
 
     leaves = {n: t.clone().requires_grad_("running" not in n) for n, t in weights.items()}
-    loss = usnet_loss(space, leaves, archs, x, y)
-    loss.backward()
+    loss = 0.0
+    for own in usnet_losses(space, leaves, archs, x, y):
+        own.backward()
+        loss += own.item()
 
     expected_loss, expected = 0.0, {n: torch.zeros_like(t) for n, t in weights.items()}
     targets = None
@@ -228,7 +230,7 @@ def test_usnet_loss_and_gradient_are_those_of_the_plain_algorithm(kind: type):
             )
             assert p.grad is not None
             expected[name][place] += p.grad
-    assert loss.item() == pytest.approx(expected_loss, rel=1e-9)
+    assert loss == pytest.approx(expected_loss, rel=1e-9)
     for name, leaf in leaves.items():
         if leaf.requires_grad:
             assert leaf.grad is not None
@@ -237,11 +239,27 @@ def test_usnet_loss_and_gradient_are_those_of_the_plain_algorithm(kind: type):
             assert torch.equal(leaf, weights[name])  # statistics are left alone
 
 
+def test_a_network_runs_after_the_last_one_s_gradient_was_taken():
+    """Then what the last one kept for it is free."""
+    order: list[str] = []
+
+    def logits():
+        for i in range(3):
+            order.append(f"pass {i}")
+            yield torch.zeros(2, 3, requires_grad=True)
+
+    for i, loss in enumerate(distilled(logits(), torch.tensor([0, 1]))):
+        loss.backward()
+        order.append(f"gradient {i}")
+    assert order == [f"{what} {i}" for i in range(3) for what in ("pass", "gradient")]
+
+
 def test_the_largest_network_learns_from_labels_alone():
     space = Tiny((1, 8, 8), 3)
     x, y = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
     leaves = {n: t.requires_grad_("running" not in n) for n, t in space.new_weights(0).items()}
-    usnet_loss(space, leaves, [space.largest], x, y, label_smoothing=0.1).backward()
+    (loss,) = usnet_losses(space, leaves, [space.largest], x, y, label_smoothing=0.1)
+    loss.backward()
     net = space.build(space.largest).train()
     net.load_state_dict(leaves, strict=False)
     F.cross_entropy(net(x), y, label_smoothing=0.1).backward()

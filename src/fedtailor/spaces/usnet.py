@@ -6,7 +6,7 @@ US-Net (Yu and Huang, "Universally Slimmable Networks and Improved Training Tech
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from threading import get_ident
 
@@ -37,7 +37,7 @@ def sandwich(space: Space, rng: np.random.Generator, n: int = 4) -> tuple[Arch, 
     return space.largest, space.smallest, *between
 
 
-def usnet_loss(
+def usnet_losses(
     space: Space,
     weights: Weights,
     archs: Sequence[Arch],
@@ -45,8 +45,8 @@ def usnet_loss(
     y: Tensor,
     label_smoothing: float = 0.0,
     seed: int = 0,
-) -> Tensor:
-    """The summed loss of some archs of one supernet; its gradient reaches the supernet's `weights`.
+) -> Iterator[Tensor]:
+    """The losses of some archs of one supernet, one by one; their gradients reach the supernet's `weights`.
 
     The first arch, the largest, learns from the labels. Every other learns from the first one's detached soft targets
     alone, by cross-entropy at temperature 1 (in-place distillation). Norms use the statistics of the batch, and those
@@ -54,16 +54,21 @@ def usnet_loss(
     `seed` starts the dropout layers.
     """
     logits = (forward_at(space, weights, arch, x, seed + i) for i, arch in enumerate(archs))
-    return distilled(next(logits), logits, y, label_smoothing)
+    return distilled(logits, y, label_smoothing)
 
 
-def distilled(teacher: Tensor, others: Iterable[Tensor], y: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The summed loss of networks by their logits, where the first is taught by the labels and teaches the others."""
-    loss = F.cross_entropy(teacher, y, label_smoothing=label_smoothing)
+def distilled(logits: Iterator[Tensor], y: Tensor, label_smoothing: float = 0.0) -> Iterator[Tensor]:
+    """The losses of networks by their logits, where the first is taught by the labels and teaches the others.
+
+    A network is not asked for before the last one's loss was used, so its gradient can be taken by then and what its
+    pass kept for that is free again.
+    """
+    teacher = next(logits)
     targets = teacher.detach().softmax(1)
-    for logits in others:
-        loss = loss + F.cross_entropy(logits, targets)
-    return loss
+    yield F.cross_entropy(teacher, y, label_smoothing=label_smoothing)
+    del teacher
+    for answer in logits:
+        yield F.cross_entropy(answer, targets)
 
 
 def forward_at(space: Space, weights: Weights, arch: Arch, x: Tensor, seed: int = 0) -> Tensor:
