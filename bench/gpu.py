@@ -48,6 +48,8 @@ DEVICES = {
 SILOS = DEVICES | {"clients": 8, "participants": 8, "partition.samples": 6000, "local.epochs": 1.0}
 SEARCH = SILOS | {"partition.samples": 1500, "partition.val": 0.2, "partition.test": 0.2}
 SEARCH |= {"space.name": "darts", "space.channels": 16}
+BUDGETS = DEVICES | {"clients": 20, "participants": 10, "partition.samples": 3000, "partition.val": 0.2}
+BUDGETS |= {"partition.test": 0.2, "local.epochs": 2.0, "local.batch": 64, "local.bn": "local"}
 V3 = DEVICES | {"method.name": "perfedrlnas", "space.name": "mobilenetv3"}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "perfedrlnas-5": V3,
@@ -56,6 +58,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "fedavg-10": DEVICES | {"method.name": "fedavg", "net.name": "mobilenetv3_large", "participants": 10},
     "ditto": SILOS | {"method.name": "ditto", "net.name": "resnet18"},
     "fedrep": SILOS | {"method.name": "fedrep", "net.name": "resnet18"},
+    "feduniform": BUDGETS | {"method.name": "feduniform", "space.name": "mobilenetv2", "fleet.name": "capacity-high"},
     "spider": SEARCH | {"method.name": "spider", "space.variant": "s2"},
     "fednas": SEARCH | {"method.name": "fednas", "local.batch": 64, "partition.samples": 1280},
     "evaluate": V3
@@ -223,7 +226,7 @@ def main() -> None:
             "peak_gib": peak / 2**30,
             "apart_after_round_1": difference(eager.first, ours.first),
         }
-        if name not in ("spider", "fednas", "evaluate"):
+        if name not in ("feduniform", "spider", "fednas", "evaluate"):
             row["floor_s"] = floor(ours, 1024, args.precision, setup.config.local)
         rows.append(row)
         print(json.dumps(row), flush=True)
