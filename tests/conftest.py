@@ -19,12 +19,27 @@ from fedtailor.kernels import (
     norm_last,
     norm_layer,
     random,
+    update,
 )
 from fedtailor.spaces import layers
 
 torch.set_num_threads(1)
 os.environ["FEDTAILOR_CACHE"] = "off"
-ROOMS = (blocks, columns, depthwise, gates, halving, layers, layout, mixing, norm, norm_last, norm_layer, random)
+ROOMS = (
+    blocks,
+    columns,
+    depthwise,
+    gates,
+    halving,
+    layers,
+    layout,
+    mixing,
+    norm,
+    norm_last,
+    norm_layer,
+    random,
+    update,
+)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no g++ here")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Stream
+from ..kernels.update import Update
 from ..spaces.base import Arch, Space
 from ..spaces.layers import seed_dropout
 from ..spaces.measure import let_learn, parameters_of, tensors_of
@@ -214,12 +215,16 @@ class FitSlot(Replay):
         self.pushes = [torch.zeros_like(p) for p in self.parameters] if key.pushed else []
         self.optimiser = self.local.optimiser(self.parameters, self.lr)
         self.state = start_state(self.optimiser, self.parameters)
+        self.update = self._update()
         self.fresh = True  # not used yet
         self.stream.wait_stream(torch.cuda.current_stream())  # for the tensors made just now
         learning = set(self.train)
         for name, parameter in named.items():
             parameter.requires_grad_(name in learning)
         self.capture(self._step)
+        if self.update is not None:
+            with on(self.stream):
+                self.update.settle()
         self.optimiser.zero_grad(set_to_none=True)  # the lane's other steps may have the gradients' memory
         let_learn(net)  # as whoever holds the network expects it
 
@@ -246,6 +251,29 @@ class FitSlot(Replay):
         self.optimiser.zero_grad(set_to_none=True)
         loss = objective(self.net(x), y, self.local.label_smoothing, self.shift)
         loss.backward()
+        if self.update is None:
+            self._change()
+        else:
+            self.update.step()
+        return loss.detach()
+
+    def _update(self) -> Update | None:
+        """What ends the step in as few kernels as can be; None where torch's own end it."""
+        if self.local.optimizer != "sgd":
+            return None
+        return Update.of(
+            self.parameters,
+            self.lr,
+            momenta=self.state,
+            anchors=self.anchors,
+            pull=self.pull,
+            pushes=self.pushes,
+            clip=self.local.clip,
+            momentum=self.local.momentum,
+            decay=self.local.weight_decay,
+        )
+
+    def _change(self) -> None:
         if self.anchors:
             pull_(self.parameters, self.anchors, self.pull)
         if self.pushes:
@@ -253,7 +281,6 @@ class FitSlot(Replay):
         if self.local.clip:
             nn.utils.clip_grad_norm_(self.parameters, self.local.clip, foreach=True)
         self.optimiser.step()
-        return loss.detach()
 
     def finish(self) -> None:
         if self.job.net is not self.net:
