@@ -3,7 +3,7 @@
     python bench/cifar.py devices --rows fedavg,perfedrlnas-mobilenetv3 --seed 0 --out DIR --minutes 9
     python bench/cifar.py devices --rows fedavg --tune --out DIR --minutes 9      # four learning rates, judged on val
     python bench/cifar.py --collect DIR ...                                       # into bench/results/cifar
-    python bench/cifar.py --list                                                  # federations and rows
+    python bench/cifar.py --list                                                  # federations, rows, what is not run
 
 A row trains in a run folder under --work, which is picked up again by the same command; what is finished is written to
 DIR/results.jsonl. A run that the time cuts short also leaves DIR/NAME.part00, .part01, ... (14 MB each) where it is
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cifar_kept import accuracies, chosen, collect, pack, result, rows_in, tunings, unpack
+from cifar_kept import accuracies, chosen, collect, lacking, pack, result, rows_in, tunings, unpack
 from cifar_rows import FEDERATIONS, Ending, Row
 
 from fedtailor.config import Config, load
@@ -147,7 +147,8 @@ def configure(args: argparse.Namespace, row: str, lr: float | None, rounds: int 
             sys.exit(f"{args.federation}, {row}: the partition is {made.hash}, not {expected}")
         file.parent.mkdir(parents=True, exist_ok=True)
         made.save(file)
-    tops = {"seed": TUNING_SEED if tuning else args.seed, "rounds": rounds, "precision": args.precision}
+    precision = args.precision or (federation.precision if choose_device(args.device).type == "cuda" else "fp32")
+    tops = {"seed": TUNING_SEED if tuning else args.seed, "rounds": rounds, "precision": precision}
     # while tuning, nobody looks before the end
     tops |= {"evaluate_every": rounds if tuning else max(1, rounds // 10), "checkpoint_every": max(1, rounds // 10)}
     return load(tomllib.loads(config.to_toml()), {**tops, "partition.file": str(file)})
@@ -267,7 +268,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="try the rows' learning rates instead of running them")
     parser.add_argument("--tune-first", action="store_true", help="try those of rows for which none is chosen yet")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop cleanly before so many; 0: no limit")
-    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), help="instead of the federation's")
     parser.add_argument("--beside", type=int, default=1, help="runs that share the card, as the results will say")
     parser.add_argument("--engine", choices=("auto", "eager"), default="auto")
     parser.add_argument("--device", default="auto")
@@ -285,6 +286,8 @@ def main() -> None:
     if args.list or not args.federation:
         for name, federation in FEDERATIONS.items():
             print(f"{name}: {', '.join(federation.rows)}")
+            for row, seeds in lacking(name).items():
+                print(f"  {row}: not run yet with seed {', '.join(map(str, seeds))}")
         return
     known = FEDERATIONS[args.federation].rows
     wanted = [row.strip() for row in args.rows.split(",")] if args.rows else list(known)

@@ -1,11 +1,14 @@
 """Several rows of the CIFAR-10 tables side by side on one GPU, each in a process of its own.
 
+    python bench/cifar_beside.py silos budgets --lanes 3 --minutes 9 --out DIR
     python bench/cifar_beside.py devices:fedrep,fedbabu devices:fedavg:--seed=1 authors:pfedhn --minutes 9 --out DIR
     python bench/cifar_beside.py budgets:fedcs+budgets:fedcs:--seed=1 --minutes 9 --out DIR
 
 A word is a queue: a federation, its rows, one after the other, and options of bench/cifar.py for these alone; several
-such can follow each other, joined by +. A row whose learning rate is not chosen yet is tuned first. The same command
-goes on where the last one was cut short; what is finished is collected with
+such can follow each other, joined by +. A federation without rows means all that its table lacks, seed after seed.
+Queues run beside each other; with --lanes they are one, in the order of the words, from which so many processes take
+what is next. A row whose learning rate is not chosen yet is tuned first. A row that fails does not stop the others. The
+same command goes on where the last one was cut short; what is finished is collected with
 
     python bench/cifar.py --collect DIR/*
 
@@ -26,10 +29,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cifar_kept import lacking
+from cifar_rows import FEDERATIONS
 
 SCRIPT = Path(__file__).parent / "cifar.py"
 TRIES = 4  # of a process that fails
@@ -66,35 +74,52 @@ def jobs(word: str) -> list[Job]:
     found = []
     for group in word.split("+"):
         federation, rows, options = (*group.split(":", 2), "", "")[:3]
-        if not rows:
-            sys.exit(
-                f"'{group}' names no rows: write FEDERATION:ROW,ROW or FEDERATION:ROW:--option=value,--option=value"
-            )
-        found += [Job(federation, row, [o for o in options.split(",") if o]) for row in rows.split(",")]
+        if federation not in FEDERATIONS:
+            sys.exit(f"'{federation}' is no federation: there are {', '.join(FEDERATIONS)}")
+        more = [o for o in options.split(",") if o]
+        if rows:
+            found += [Job(federation, row, more) for row in rows.split(",")]
+        else:
+            left = lacking(federation).items()
+            found += [Job(federation, row, [f"--seed={seed}", *more]) for row, seeds in left for seed in seeds]
     return found
 
 
 class Queue:
-    """Rows that run one after the other until the time is over."""
+    """Rows that run until the time is over, in one lane or in several that take what is next."""
 
-    def __init__(self, word: str, out: Path, end: float, more: Sequence[str], environment: dict[str, str]) -> None:
-        self.jobs, self.more = jobs(word), list(more)
-        self.out, self.end, self.environment = out / re.sub(r"[^\w.]+", "-", word), end, environment
+    def __init__(self, jobs: Sequence[Job], end: float, more: Sequence[str]) -> None:
+        self.jobs, self.end, self.more = list(jobs), end, list(more)
+        self._running: set[tuple[str, str]] = set()
+        self._lock = Lock()
 
-    def run(self) -> bool:
-        """Whether all rows' processes ended well."""
-        return all(map(self._ends_well, self.jobs))
+    def run(self, out: Path, environment: Mapping[str, str]) -> bool:
+        """One lane, until there is nothing that it could take. Whether all its processes ended well."""
+        out.mkdir(parents=True, exist_ok=True)
+        fine = True
+        while job := self._next():
+            fine = self._ends_well(job, out, environment) and fine
+            self._running.remove(job[:2])
+        return fine
 
-    def _ends_well(self, job: Job) -> bool:
-        self.out.mkdir(parents=True, exist_ok=True)
+    def _next(self) -> Job | None:
+        """The first job whose row no other lane runs, which may be tuning it."""
+        with self._lock:
+            job = next((job for job in self.jobs if job[:2] not in self._running), None)
+            if job:
+                self.jobs.remove(job)
+                self._running.add(job[:2])
+            return job
+
+    def _ends_well(self, job: Job, out: Path, environment: Mapping[str, str]) -> bool:
         for attempt in range(TRIES):
             left = self.end - time.monotonic()
             if left < SHORTEST:
                 return True  # the next command goes on
             command = [sys.executable, str(SCRIPT), job.federation, "--rows", job.row, "--tune-first"]
-            command += ["--out", str(self.out), "--minutes", f"{left / 60:.3f}", *self.more, *job.options]
-            with (self.out / "log.txt").open("a") as log:
-                code = subprocess.run(command, stdout=log, stderr=log, env=self.environment, check=False).returncode
+            command += ["--out", str(out), "--minutes", f"{left / 60:.3f}", *self.more, *job.options]
+            with (out / "log.txt").open("a") as log:
+                code = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
             if code == 0:
                 return True
             print(
@@ -107,19 +132,25 @@ class Queue:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("queues", nargs="+", metavar="FEDERATION:ROW,ROW[:OPTIONS]")
+    parser.add_argument("queues", nargs="+", metavar="FEDERATION[:ROW,ROW[:OPTIONS]]")
+    parser.add_argument("--lanes", type=int, default=0, help="so many processes take from one queue of all the words")
     parser.add_argument("--minutes", type=float, required=True, help="stop cleanly before so many")
-    parser.add_argument("--out", type=Path, default=Path("runs/cifar-out"), help="a folder of results for every queue")
+    parser.add_argument("--out", type=Path, default=Path("runs/cifar-out"), help="a folder of results for every lane")
     args, more = parser.parse_known_args()
     end = time.monotonic() + 60 * args.minutes
-    with shared_card() as environment, ThreadPoolExecutor(len(args.queues)) as pool:
-        more += [f"--beside={len(args.queues)}"]
-        environment["FEDTAILOR_GPU_SHARE"] = f"{1 / len(args.queues):.3f}"
-        ways = [environment | {"CUDA_MPS_CLIENT_PRIORITY": str(min(i, 1))} for i in range(len(args.queues))]
-        queues = [Queue(word, args.out, end, more, way) for word, way in zip(args.queues, ways, strict=True)]
+    many = args.lanes or len(args.queues)
+    more.append(f"--beside={many}")
+    if args.lanes:
+        queue = Queue([job for word in args.queues for job in jobs(word)], end, more)
+        lanes = [(f"lane-{i}", queue) for i in range(many)]
+    else:
+        lanes = [(re.sub(r"[^\w.]+", "-", word), Queue(jobs(word), end, more)) for word in args.queues]
+    with shared_card() as environment, ThreadPoolExecutor(many) as pool:
+        environment["FEDTAILOR_GPU_SHARE"] = f"{1 / many:.3f}"
         running = []
-        for queue in queues:
-            running.append(pool.submit(queue.run))
+        for i, (name, queue) in enumerate(lanes):
+            way = environment | {"CUDA_MPS_CLIENT_PRIORITY": str(min(i, 1))}
+            running.append(pool.submit(queue.run, args.out / name, way))
             time.sleep(1.0)  # processes that begin at the same moment are refused more often
         fine = [each.result() for each in running]
     sys.exit(0 if all(fine) else 1)

@@ -111,6 +111,17 @@ def best(tried: Sequence[Mapping[str, Any]]) -> float:
     return float(min(tried, key=lambda t: (-t["val"], t["lr"]))["lr"])
 
 
+def lacking(federation: str) -> dict[str, list[int]]:
+    """The seeds that the table wants and has no run of, by row."""
+    wanted = {row: range(spec.seeds) for row, spec in FEDERATIONS[federation].rows.items()}
+    left = {row: [s for s in seeds if not kept_in(federation, row, s).exists()] for row, seeds in wanted.items()}
+    return {row: seeds for row, seeds in left.items() if seeds}
+
+
+def kept_in(federation: str, row: str, seed: int) -> Path:
+    return RESULTS / f"{federation}-{row}-{seed}.json"
+
+
 # travelling ----------------------------------------------------------------------------------------------------------
 
 
@@ -161,7 +172,7 @@ def collect(folders: Sequence[Path]) -> None:
     for line in (line for line in lines if "endings" in line):
         text, lr = json.dumps(line, sort_keys=True), line["config"]["local"]["lr"]
         if lr == chosen(line["federation"], line["row"], tried):
-            path = RESULTS / f"{line['federation']}-{line['row']}-{line['seed']}.json"
+            path = kept_in(line["federation"], line["row"], line["seed"])
             if path.exists() and len(json.loads(path.read_text())["endings"]) > len(line["endings"]):
                 print(f"{path} has more endings: kept")
                 continue

@@ -35,6 +35,7 @@ class Row:
     hours: str = ""  # the paper's, for the row
     note: str = ""
     judged: bool = True  # on test, at the end
+    seeds: int = 1  # that the table wants: 0, 1, ...
     preset: str = ""  # instead of the federation's
     partition: str = ""  # the hash it must have, where it is not the federation's
     deal: Callable[[Dataset, int], Partition] | None = None  # of the images, where no rule of the package does it
@@ -47,6 +48,7 @@ class Federation:
     partition: str  # the hash it must have
     rows: Mapping[str, Row]
     title: str = ""
+    precision: str = "tf32"  # that all its rows compute in, unless somebody asks for another
 
 
 def tuned(epochs: float, lr: float, **more: Any) -> Ending:
@@ -113,6 +115,7 @@ DEVICES = {
         {"method.name": "fedavg", **NO_PRIOR},
         shared_endings(10.0) | HALF_WAY,
         paper={"fine-tuned": "74.44"},
+        seeds=2,
     ),
     "fedavg-prior": Row({"method.name": "fedavg", "local.prior": True}, prior_endings(10.0) | HALF_WAY_PRIOR),
     "fedrep": Row(
@@ -131,6 +134,7 @@ DEVICES = {
         paper={"fine-tuned": "82.02 ± 4.85"},
         hours="9.96",
         note="the paper scores after 5 local epochs, the best of all rounds",
+        seeds=2,
     ),
     "perfedrlnas-darts": Row(
         search("perfedrlnas", "darts", space__variant="full", space__channels=16, space__cells=8),
@@ -162,10 +166,16 @@ SILOS = {
         SILO_RATES,
         {"fine-tuned": "90.39"},
         note=f"local adaptation; {SHORT}",
+        seeds=2,
     ),
     "fedavg-prior": Row({"method.name": "fedavg", **PRIOR}, prior_endings(5.0) | HALF_WAY_PRIOR, SILO_RATES),
     "ditto": Row(
-        {"method.name": "ditto", "method.lamda": 0.1}, own_endings(5.0), SILO_RATES, {"as it is": "88.91"}, note=SHORT
+        {"method.name": "ditto", "method.lamda": 0.1},
+        own_endings(5.0),
+        SILO_RATES,
+        {"as it is": "88.91"},
+        note=SHORT,
+        seeds=2,
     ),
     "fednas-personal": Row(
         {
@@ -187,6 +197,7 @@ SILOS = {
         hours="15 (CIFAR-100)",
         note=f"{SHORT}; phases scaled to the run",
         tuning=APART,
+        seeds=2,
     ),
     "spider-local": Row(
         {"method.name": "spider", "method.lamda": 0.0},
@@ -208,13 +219,17 @@ BUDGETS = {
     ),
     "fedavg-x0.5-prior": Row({"method.name": "fedavg-uniform", "local.bn": "average", **PRIOR}, prior_endings(5.0)),
     "feduniform": Row(
-        {"method.name": "feduniform"}, shared_endings(5.0) | FRESH, paper={"as it is": "92.52", "global": "92.47"}
+        {"method.name": "feduniform"},
+        shared_endings(5.0) | FRESH,
+        paper={"as it is": "92.52", "global": "92.47"},
+        seeds=2,
     ),
     "fedcs": Row(
         {"method.name": "fedcs", "method.inherit": False},
         shared_endings(5.0) | FRESH,
         paper={"as it is": "93.29", "global": "93.08"},
         note="sub-networks trained from scratch, as in the paper's Table 1",
+        seeds=2,
     ),
     "fedcs-inherit": Row(
         {"method.name": "fedcs", "method.inherit": True},
@@ -315,12 +330,14 @@ FEDERATIONS = {
         "cf5f105875e427749e5289046e78566286c2c847bdf7d8bd5bb20dfaab4ca2c6",
         SILOS,
         "8 silos, Dirichlet 0.2 per class on the 50,000 training images, split 60/20/20, all in every round",
+        "bf16",
     ),
     "budgets": Federation(
         "budgets",
         "1973a1a8b523ae3040804040a2228fdb118f4cca145e539161d1c4f9418372f9",
         BUDGETS,
         "20 clients, Dirichlet 0.5 per class, 10 a round, HIGH fleet: half afford MobileNetV2, 30 % x.75, 20 % x.5",
+        "bf16",
     ),
     "authors": Federation(
         "bench/authors/fedrep.toml",

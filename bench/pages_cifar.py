@@ -201,7 +201,7 @@ def cells(x: Shown, spec: Row, federation: Federation, first: bool) -> list[str]
         f"{hours:.2f}",
         spec.hours,
         f"{minutes:.1f}" if minutes else "",
-        "; ".join(n for n in [*notes(one, spec, federation), to_come(x.results, spec)] if n),
+        "; ".join(n for n in [*notes(one, spec, federation), to_come(x.results, spec), unseeded(x.results, spec)] if n),
     ]
 
 
@@ -230,6 +230,12 @@ def to_come(results: Sequence[Mapping[str, Any]], spec: Row) -> str:
     begun = {name.split("@")[0] for name in tried}
     left = [n.replace("@", " at ") for n in spec.endings if n not in tried and n.split("@")[0] in begun]
     return f"not tried with every seed: {', '.join(left)}" if left else ""
+
+
+def unseeded(results: Sequence[Mapping[str, Any]], spec: Row) -> str:
+    """Seeds that the row is to have and was not run with."""
+    left = [str(seed) for seed in range(spec.seeds) if seed not in {r["seed"] for r in results}]
+    return f"not run yet with seed {', '.join(left)}" if left else ""
 
 
 def on_a_gpu(run: Mapping[str, Any]) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+from bench_tools import call, made_up, script
 from fedtailor.api import run
 from fedtailor.config import load
 from fedtailor.data import partition as partitions
@@ -21,16 +20,6 @@ from fedtailor.data.partition import TEST
 from fedtailor.data.sources import load as load_data
 from fedtailor.registry import lookup, names
 from pretend_cuda import pretend
-
-BENCH = Path(__file__).parent.parent / "bench"
-
-
-def script(name: str) -> ModuleType:
-    """A module of bench/, which is no package."""
-    if str(BENCH) not in sys.path:
-        sys.path.insert(0, str(BENCH))
-    return importlib.import_module(name)
-
 
 SMALL = {"clients": 3, "participants": 2, "rounds": 4, "local": {"batch": 8}, "partition": {"samples": 40}}
 
@@ -50,15 +39,6 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.setattr(module, "FEDERATIONS", federations)
     monkeypatch.setattr(kept, "RESULTS", tmp_path / "results")
     return cifar
-
-
-def call(cifar: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> list[dict[str, Any]]:
-    monkeypatch.setattr(sys, "argv", ["cifar.py", *map(str, words)])
-    cifar.main()
-    if "--out" not in words:
-        return []
-    out = Path(words[words.index("--out") + 1])
-    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
 def test_pieces_on_two_machines_are_one_run(small: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,43 +104,6 @@ def pinned() -> list[tuple[str, str]]:
         for row, spec in federation.rows.items():
             found.setdefault(spec.partition or federation.partition, (name, row))
     return list(found.values())
-
-
-def test_rows_side_by_side_start_again_when_a_process_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = script("cifar_beside")
-    codes, ran = iter([1, 0, 0]), []
-
-    def run(command: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
-        assert env["FEDTAILOR_GPU_SHARE"] == "1.000"
-        ran.append((command[command.index("--rows") + 1], "--tune-first" in command, command[-3:]))
-        return SimpleNamespace(returncode=next(codes))
-
-    monkeypatch.setattr(beside.subprocess, "run", run)
-    monkeypatch.setattr(beside.time, "sleep", lambda _: None)
-    monkeypatch.setattr(beside.shutil, "which", lambda _: None)
-    monkeypatch.setattr(
-        sys, "argv", ["", "devices:fedrep,local:--seed=1,--lr=0.05", "--minutes", "9", "--out", str(tmp_path)]
-    )
-    with pytest.raises(SystemExit) as ended:
-        beside.main()
-    assert ended.value.code == 0
-    seed = ["--beside=1", "--seed=1", "--lr=0.05"]
-    assert ran == [("fedrep", True, seed), ("fedrep", True, seed), ("local", True, seed)]
-    codes = iter([1] * beside.TRIES)
-    with pytest.raises(SystemExit) as ended:
-        beside.main()
-    assert ended.value.code == 1
-
-
-def test_a_queue_of_rows_may_go_on_with_other_options() -> None:
-    jobs = script("cifar_beside").jobs
-    assert jobs("budgets:fedcs,feduniform+silos:ditto:--seed=1,--lr=0.05") == [
-        ("budgets", "fedcs", []),
-        ("budgets", "feduniform", []),
-        ("silos", "ditto", ["--seed=1", "--lr=0.05"]),
-    ]
-    with pytest.raises(SystemExit, match="'silos' names no rows"):
-        jobs("budgets:fedcs+silos")
 
 
 def test_steps_are_timed_alone_side_by_side_and_by_layer(
@@ -249,33 +192,6 @@ def test_committed_pages_are_what_the_results_say() -> None:
     results = script("results")
     for name, text in results.pages().items():
         assert (results.DOCS / name).read_bytes() == text.encode(), f"docs/{name}: run make results"
-
-
-def made_up(seed: int, good: float) -> dict[str, Any]:
-    """A result as bench/cifar.py writes it."""
-    accuracies = {"val": [good, 0.5], "test": [good, 0.4], "parameters": [2e5, 3e5]}
-    return {
-        "federation": "devices",
-        "row": "fedavg",
-        "seed": seed,
-        "rounds": 400,
-        "endings": {
-            "as it is": accuracies | {"global test": [0.25, 0.75]},
-            "fine-tuned@0.001": {"val": [0.9, 0.9], "test": [0.6, 0.8]},
-            "fine-tuned@0.01": {"val": [0.8, 0.8], "test": [1.0, 1.0]},
-        },
-        "curves": {"personal": [[40, 0.3], [400, good]], "global": []},
-        "bytes_up": 1e9,
-        "bytes_down": 2e9,
-        "simulated_hours": 1.5,
-        "gpu_seconds": 120.0,
-        "peak_gib": 2.0,
-        "precision": "tf32",
-        "device": "a card",
-        "torch": "2",
-        "python": "3",
-        "config": {"local": {"lr": 0.05}},
-    }
 
 
 def test_the_page_reports_seeds_and_lets_val_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
