@@ -15,10 +15,10 @@ def test_a_run_plans_with_its_share_of_the_card(monkeypatch: pytest.MonkeyPatch)
     whole = Room(device)
     assert 0 < whole.free() <= whole.size
     monkeypatch.setenv("FEDTAILOR_GPU_SHARE", "0.25")
-    allowed: list[float] = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, _: allowed.append(part))
+    allowed: list[tuple[float, int | None]] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: allowed.append(args))
     part = Room(device)
-    assert allowed == [0.25]  # nobody else is to be refused for what this one takes
+    assert allowed == [(0.25, device.index)]  # nobody else is to be refused for what this one takes
     assert part.size == whole.size // 4
     assert part.free() <= part.size
     held = {"reserved": 3 * part.size // 4, "allocated": part.size // 2}

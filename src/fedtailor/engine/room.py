@@ -16,8 +16,7 @@ class Room:
         self.device = device
         self.size = int(share() * torch.cuda.get_device_properties(device).total_memory)
         if share() < 1:  # who takes more than their share is the one to be refused
-            index = torch.cuda.current_device() if device.index is None else device.index
-            torch.cuda.set_per_process_memory_fraction(share(), index)
+            torch.cuda.set_per_process_memory_fraction(share(), device.index)  # it takes no device without a number
 
     def free(self) -> int:
         """Bytes that can still be had, from the driver within our share, or from what torch holds unused."""
