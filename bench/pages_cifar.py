@@ -85,6 +85,9 @@ def pages() -> dict[str, str]:
     """The page and its pictures by path."""
     results, out = read(), {}
     parts = [HEAD]
+    if said := findings().get("short"):
+        parts += ["## In short", "", said.strip(), ""]
+    parts.append(READING)
     for name, federation in FEDERATIONS.items():
         section, pictures = chapter(name, federation, results)
         parts.append(section)
@@ -97,7 +100,10 @@ HEAD = """# Results on CIFAR-10
 
 <!-- written by `make results` from bench/results/cifar; change it there -->
 
-Real CIFAR-10, one GPU, from committed configurations. How to read the tables:
+Real CIFAR-10, one GPU, from committed configurations.
+"""
+
+READING = """## How to read the tables
 
 - **personal** is the headline: test accuracy of the network each client keeps, at the last round, mean over all clients
   ± standard deviation over clients. **worst decile** is the mean of the lowest tenth. Nothing is a best-ever value.
