@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from bench_tools import call, made_up, script
+from bench_tools import BENCH, call, made_up, script
 from fedtailor.api import run
 from fedtailor.config import load
 from fedtailor.data import partition as partitions
@@ -192,6 +192,20 @@ def test_committed_pages_are_what_the_results_say() -> None:
     results = script("results")
     for name, text in results.pages().items():
         assert (results.DOCS / name).read_bytes() == text.encode(), f"docs/{name}: run make results"
+
+
+def test_the_readme_says_what_the_page_says() -> None:
+    readme, page = ((BENCH.parent / name).read_text(encoding="utf-8") for name in ("README.md", "docs/results.md"))
+    table = readme.split("## What it has found so far")[1].split("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines[1:]]
+    assert len(rows) > 3
+    summary = page.split("| row and ending |")[1].split("\n\n")[0]  # of devices
+    for mean, worst, size, paper in rows:
+        (line,) = (line for line in summary.splitlines() if f"**{mean}**" in line)
+        assert f"| {worst} |" in line
+        assert round(float(line.split("|")[-2].split()[0]), 1) == float(size.split()[0])
+        assert paper.split(" ")[0] in page
 
 
 def test_the_page_reports_seeds_and_lets_val_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
