@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+comma := ,
+LIGHT := $(VENV)/.installed-light# what the demo needs, a third of everything
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo demo-flower test test-flower test-ui zoo results ui setup lint docs format clean
 
-demo: $(STAMP)
+demo: $(LIGHT)
 	$(BIN)/fedtailor demo
 
 demo-flower: $(STAMP)
@@ -58,9 +60,18 @@ docs: $(STAMP)
 clean:
 	rm -rf $(VENV) site build dist
 
-$(STAMP): pyproject.toml constraints.txt
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "fedtailor needs Python 3.11 or newer; name one with  make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --editable '.[dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --no-compile --editable '.[$(1)]'
+endef
+
+# Python compiles what is imported, once; pip would compile all that is installed, in one thread.
+$(LIGHT): pyproject.toml constraints.txt
+	$(call install,report$(comma)ui$(comma)onnx)
 	touch $@
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call install,dev)
+	touch $(LIGHT) $@
