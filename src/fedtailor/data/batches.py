@@ -98,7 +98,7 @@ def augment(x: Tensor, how: str, draws: Tensor) -> Tensor:
     who = torch.arange(count, device=x.device)[:, None, None]
     x = padded[who, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
     if "cutout" in how:
-        half = height // 4
+        half = height // 4  # 15 x 15 pixels of 32 x 32; DARTS' code cuts 16 x 16
         middle_row, middle_column = (draws[3] * height).long(), (draws[4] * width).long()
         near_row = (torch.arange(height, device=x.device) - middle_row[:, None]).abs() < half
         near_column = (torch.arange(width, device=x.device) - middle_column[:, None]).abs() < half
