@@ -49,7 +49,9 @@ def test_augmentation_crops_flips_and_cuts() -> None:
     corner[:2] = 0.0
     assert torch.equal(augment(x, "crop", corner)[:, :, 2:, 2:], x[:, :, :-2, :-2])
     cut = augment(x, "crop-flip-cutout", still)
-    assert (cut == 0).sum() == 2 * 7 * 7  # a hole around (8, 8), nearer than a quarter of the side
+    hole = torch.zeros(16, 16, dtype=torch.bool)
+    hole[4:12, 4:12] = True  # DARTS' Cutout of half the side: from 8 - 4 up to, and without, 8 + 4
+    assert torch.equal(cut == 0, hole.expand_as(x))
     assert torch.equal(augment(x, "none", still), x)
 
 

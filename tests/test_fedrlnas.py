@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from fedtailor.engine.client import Client
 from fedtailor.errors import UserError
 from fedtailor.fleet.fleet import FleetConfig
 from fedtailor.methods.fedrlnas import FedRLNAS
@@ -67,6 +70,30 @@ def test_fedrlnas_can_go_on_from_the_supernet() -> None:
     expected = TOY.cut(state.server.weights, arch)
     assert offered.arch == arch
     assert all(torch.equal(offered.weights[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize(("retrain", "last"), [("scratch", [0.2, 0.1]), ("supernet", [0.1, 0.1 * (1 - 0.5**0.5)])])
+def test_a_network_from_scratch_has_the_schedule_from_its_beginning(retrain: Any, last: list[float]) -> None:
+    method = FedRLNAS(warmup=0.25, search=0.25, retrain=retrain)
+    federation = by_hand(method, DATA, dataclasses.replace(PLAIN, schedule="cosine"), TOY, rounds=4)
+    original, rates = federation.client, dict[int, set[float]]()
+
+    def client(*args: Any) -> Client:
+        made = original(*args)
+        fit = made.fit
+
+        async def watched(net: nn.Module, **options: Any) -> Any:
+            rates.setdefault(made.round, set()).add(options.get("lr") or made.lr)
+            return await fit(net, **options)
+
+        made.fit = watched  # type: ignore[method-assign]
+        return made
+
+    federation.client = client  # type: ignore[method-assign]
+    list(federation.rounds(federation.begin(), lambda event: None))
+    # the cosine over four rounds, half of it for the search; then over two, from the full rate again
+    seen = [rate for n in (1, 2, 3, 4) for rate in rates[n]]
+    assert seen == pytest.approx([0.2, 0.1 * (1 + 0.5**0.5), *last])
 
 
 def test_fedrlnas_derives_an_arch_that_fits_every_client() -> None:

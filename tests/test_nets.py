@@ -212,6 +212,7 @@ def test_dropout_layers_are_the_counter_based_ones():
         ("densenet", {"depth": "169"}, "121, 201"),
         ("levit", {"variant": "128s"}, "128S"),
         ("levit", {"drop_path": 1.0}, r"drop_path = 1.0 is not in \[0, 1\)"),
+        ("darts-cell", {"drop_path": 1.0}, r"drop_path = 1.0 is not in \[0, 1\)"),
         ("mobilenetv2", {"width": 0.0}, "width = 0.0"),
         ("mobilenetv2", {"dropout": -0.1}, "dropout = -0.1"),
         ("mobilenetv3_large", {"dropout": 1.5}, "dropout = 1.5"),

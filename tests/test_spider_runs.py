@@ -202,6 +202,15 @@ def test_the_global_search_ends_with_one_cell_for_all() -> None:
     assert personal(found, state, 0).keys() == set(SPACE.names_of(search.keep))
 
 
+def test_a_global_search_that_could_not_end_is_refused() -> None:
+    """Its clients decide together, so a node that has three edges to lose takes three rounds."""
+    with pytest.raises(UserError, match="last decision of the search into round 19 of 18"):
+        federation(GlobalPerturbation(warm_up=1, tau=1), rounds=18)
+    found = federation(GlobalPerturbation(warm_up=1, tau=1), rounds=19, pixels=PIXELS[1:])
+    search = Search(**after(found, 19).server.search)
+    assert search.edges == search.nodes == ((), ())
+
+
 # errors, gain and drawings ----------------------------------------------------------------------------------------
 
 

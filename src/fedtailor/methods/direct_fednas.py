@@ -37,6 +37,8 @@ class DirectFedNAS(Method):
         "on the DARTS space with one operation per edge, not on ShuffleNet blocks",
         "no penalty on FLOPs: a hard budget is kept by drawing only paths that fit",
         "weights off the path rest: no momentum and no decay moves them",
+        "no edge is decided early unless freeze says so, and then anew in every step; DSNAS decides for good at epochs",
+        "every path draws its batches from a shuffle of its own",
         "alpha starts at 0.001 times standard normal, as in DARTS; DSNAS starts near 1, which is the same distribution",
     )
     needs = "space"

@@ -40,8 +40,11 @@ class FedCS(FedUniform):
         "a round's participants are drawn from all clients: in warm-up those without the capacity receive, train and "
         "send nothing",
         "a client prunes at its first participation after warm-up, on the supernet as warm-up left it, and trains then",
-        "candidates are judged with batch statistics of the images they are judged on; the paper does not say",
+        "candidates are judged on at most 256 training images, the paper's on all; and with batch statistics of these "
+        "images, where the paper does not say",
+        "sub-networks inherit the supernet's weights; in the paper's Table 1 they do not (inherit = false)",
         "layers tied by shortcuts are cut together; equal accuracies are decided by the larger saving",
+        "channel counts stay multiples of 8: a cut goes to the nearest of them below",
         "what a cut is undone by is the old arch itself, not the inverse of the rounding",
     )
     card: ClassVar[Card] = replace(

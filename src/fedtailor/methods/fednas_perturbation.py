@@ -32,7 +32,10 @@ from ..search.perturbation import (
 from ..seeds import rng_of
 from ..spaces.base import Space
 from ..spaces.darts import Darts, Keep
+from ..spaces.darts_ops import EDGES_INTO
 from .fedavg import FedAvg
+
+LAST_NODE = max(map(len, EDGES_INTO.values())) - 3  # rounds that a node takes after its first, for an edge each
 
 
 @register("method", "global-perturbation")
@@ -67,7 +70,8 @@ class GlobalPerturbation(FedAvg):
 
     def check(self, job: Job) -> None:
         require_supernet(job, self.name)
-        Schedule.of(self.warm_up, self.tau, job.rounds).check(job.rounds)
+        more = LAST_NODE if self.warm_up or self.tau else 0  # a schedule scaled to a run of few rounds may not end
+        Schedule.of(self.warm_up, self.tau, job.rounds).check(job.rounds, more)
 
     def start(self, job: Job) -> Server:
         search = Search.begin(cells_of(job.space), rng_of(job.seed, "search"))

@@ -37,7 +37,7 @@ class FedorAS(Method):
         "a client scores candidates of its own tier, and tunes one network at or below its tier, drawn at random",
         "evolution by accuracy alone (the authors' second metric is constant); no child is outside its bracket",
         "paths are drawn at random and changed at random until they fit, in place of layer by layer",
-        "every path starts with fresh momenta",
+        "every path starts with fresh momenta, and with a shuffle of its own",
         "the spaces of this package, of which a network's tensors are leading entries; OPA works on entries",
     )
     needs = "space"

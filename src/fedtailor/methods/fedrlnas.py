@@ -37,7 +37,9 @@ class FedRLNAS(Method):
         "the reward reads val, never test",
         "clients send weights after local.epochs, not the gradient of one batch",
         "no delay compensation and no matching of sub-networks to links: rounds are synchronous",
-        "any space: the arch that is trained is the policy's most likely one that fits every client",
+        "any space: the arch that is trained is the policy's most likely one that fits every client; of DARTS cells it "
+        "is a path, where the authors' code derives two edges per node",
+        "phases are shares of the run; the policy's step is larger than the authors', who have thousands of rounds",
         "the baseline moves after the rewards are formed, and slowly",
     )
     needs = "space"
@@ -74,10 +76,21 @@ class FedRLNAS(Method):
                 "they are at most 1, and what they leave is the training phase."
             )
 
+    def ends(self, rounds: int) -> tuple[int, int]:
+        """The last rounds of phases 1 and 2."""
+        return round(self.warmup * rounds), round((self.warmup + self.search) * rounds)
+
     def phase(self, server: Server) -> Phase:
         """The phase of the round that is being run."""
-        warm, searched = (round(share * server.job.rounds) for share in (self.warmup, self.warmup + self.search))
+        warm, searched = self.ends(server.job.rounds)
         return "warm-up" if server.round < warm else "search" if server.round < searched else "train"
+
+    def lr_of(self, client: Client) -> float:
+        """The learning rate of the round: a network that starts from scratch has the schedule from its beginning."""
+        searched = self.ends(client.rounds)[1]
+        if self.retrain == "supernet" or client.round <= searched:
+            return client.lr
+        return client.local.lr_at(client.round - searched, client.rounds - searched)
 
     def start(self, job: Job) -> Server:
         alpha = uniform_logits(job.space, 1)
@@ -98,7 +111,7 @@ class FedRLNAS(Method):
         return sub_network(server, server.space.sample(server.rng("arch", client.id), chances, client.fits))
 
     async def work(self, task: Task, client: Client) -> Reply:
-        return await train(task, client)
+        return await train(task, client, self.lr_of(client))
 
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
         if self.phase(server) == "train":

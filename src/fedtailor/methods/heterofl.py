@@ -31,7 +31,7 @@ class HeteroFL(FedUniform):
     paper: ClassVar[str] = "Diao et al., ICLR 2021, Algorithm 1"
     deviations: ClassVar[tuple[str, ...]] = (
         "a client's width is the widest that its budget admits, not one of 1, 1/2, 1/4, 1/8 and 1/16",
-        "no scaler: all convolutions here are followed by a normalisation, which divides it out again",
+        "no scaler: a normalisation behind a convolution divides it out; some layers of mobilenetv3 and vit have none",
         "statistics are estimated by each client on its own training images before a network is used, not by all",
     )
     card: ClassVar[Card] = replace(

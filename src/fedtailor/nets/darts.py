@@ -22,6 +22,7 @@ from ..spaces.darts_ops import EDGES
 from ..spaces.layers import Norm
 from ..spaces.measure import FLOAT_BYTES, Cost, Piece
 from .base import FixedNet
+from .blocks import rate
 
 ALPHA = tuple(f"alpha_{kind}" for kind in TYPES)
 """The names of α among the tensors of a mixture: normal cell, reduction cell."""
@@ -58,6 +59,7 @@ class DartsCell(_DartsNet):
 
     def __post_init__(self) -> None:
         self.space.check_keep(self.keep)
+        rate(self.name, drop_path=self.drop_path)
 
     @property
     def keep(self) -> Keep:

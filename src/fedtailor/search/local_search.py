@@ -31,6 +31,7 @@ class LocalSearch(Method):
         "alpha moves before w in every step, as in the authors' code; Algorithm 1 lists w first",
         "alpha is averaged over all clients and the gradient of w is clipped, as meant; their code does neither",
         "val is the partition's val split; their code halves what a client has",
+        "clients are averaged by their training images",
         "the result is the last round's; the paper's is of the round that is best on its validation data",
     )
     needs = "space"

@@ -151,12 +151,16 @@ class Schedule:
         """Whether all is decided by round t."""
         return t >= self.last
 
-    def check(self, rounds: int) -> None:
-        """Raises `UserError` where the run is too short; a schedule scaled to it never is."""
-        if self.last > rounds - 1 and rounds > 1:
+    def check(self, rounds: int, more: int = 0) -> None:
+        """Raises `UserError` where the run is too short, with so many rounds more for the last decision.
+
+        A schedule scaled to the run never is.
+        """
+        last = self.last + more
+        if last > rounds - 1 and rounds > 1:
             raise UserError(
                 f"method.warm_up = {float(self.warm_up):g} and method.tau = {float(self.tau):g} put the last decision "
-                f"of the search into round {float(self.last + 1):g} of {rounds}. Lower them (0: scaled to the run), or "
+                f"of the search into round {float(last + 1):g} of {rounds}. Lower them (0: scaled to the run), or "
                 "raise 'rounds'."
             )
 

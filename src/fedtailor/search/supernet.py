@@ -36,12 +36,12 @@ def sub_network(server: Server, arch: Arch) -> Task:
     return Task(server.space.cut(server.weights, arch), arch)
 
 
-async def train(task: Task, client: Client) -> Reply:
+async def train(task: Task, client: Client, lr: float | None = None) -> Reply:
     """One round of ordinary training, then the accuracy on val. What does not fit the device is not trained."""
     if not affords(client.seat, task.arch):
         return refusal(task)
     net = client.build(task)
-    loss = await client.fit(net)
+    loss = await client.fit(net, lr=lr)
     return Reply(client.take(net), task.arch, facts={"loss": loss, "accuracy": await client.score(net)})
 
 
