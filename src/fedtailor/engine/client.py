@@ -240,8 +240,10 @@ class Client:
 
     @property
     def lr(self) -> float:
-        """This round's learning rate, or that of training a network for keeps, which a schedule must not starve."""
-        return self.local.lr_for_keeps if self.keeping else self.local.lr_at(self.round, self.rounds)
+        """This round's learning rate; that of the time after the rounds, which a schedule must not starve, where a
+        network is trained for keeps or the client joins when all is over."""
+        over = self.keeping or self.round > self.rounds
+        return self.local.lr_for_keeps if over else self.local.lr_at(self.round, self.rounds)
 
     def loss(self, net: nn.Module, x: Tensor, y: Tensor, *more: Any) -> Tensor:
         """The client's objective on a batch, for steps of a method's own; `more` is handed to the network."""
