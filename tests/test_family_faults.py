@@ -111,6 +111,18 @@ def test_ditto_starts_the_personal_network_at_the_received_one() -> None:
     assert Ditto().lamda > 0  # 0 would be local training
 
 
+def test_the_two_networks_of_ditto_have_statistics_of_their_own() -> None:
+    """Where statistics stay at the client, those of the shared network are FedAvg's, whatever the personal one saw."""
+    local = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0, bn="local")
+    federation = by_hand(Ditto(personal_epochs=5.0), [[(255, 0), (0, 1)]] * 2, local, Normed((1, 1, 1), 2))
+    state = one_round(federation)
+    shared, own = (state.memories[0][key]["norm.running_mean"] for key in ("statistics", "v"))
+    assert float(shared) == pytest.approx(0.1 * 0.5)  # one batch of mean 0.5 moves it a tenth of the way
+    assert float(own) == pytest.approx(0.5 - 0.9**5 * (0.5 - 0.1 * 0.5))  # five more batches, from there
+    test = Store({(i, TEST): federation.store.split(i, TRAIN) for i in range(2)})
+    assert torch.equal(evaluate(federation, state, test)[1][0].weights["norm.running_mean"], own)
+
+
 # archs given to clients -------------------------------------------------------------------------------------------
 
 
