@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from fedtailor.methods.fednova import FedNova
 from fedtailor.methods.fedopt import FedOpt
 from fedtailor.methods.fedrep import FedRep
 from fedtailor.methods.l2gd import L2GD
+from fedtailor.methods.per_fedavg import PerFedAvg
+from fedtailor.methods.pfedhn import PFedHN
 from fedtailor.methods.pfedme import PFedMe
 from fedtailor.methods.random_arch import RandomArch
 from fedtailor.methods.scaffold import Scaffold
@@ -102,6 +105,21 @@ def test_a_head_is_trained_on_statistics_that_were_estimated_where_there_were_no
     task = federation.sent(federation.method.offer(state.server, federation.job.seats[absent]))
     net = federation.engine.run([("", federation.method.personal(task, who))])[0]
     assert float(net.norm.running_mean) == pytest.approx(0.5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("method", "bn"), [(PerFedAvg(), "local"), (Ditto(), "local"), (PFedHN(head="private"), "average")]
+)
+def test_a_network_is_trained_for_keeps_from_statistics_that_were_estimated(
+    method: Method, bn: Literal["average", "local"]
+) -> None:
+    """A client that no round has called takes a step or two: from 0 the mean would be a tenth of what it should be."""
+    local = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0, bn=bn)
+    federation = by_hand(method, [[(255, 0), (0, 1)]] * 2, local, Normed((1, 1, 1), 2), participants=1)
+    state = one_round(federation)
+    (absent,) = set(range(2)) - state.memories.keys()
+    test = Store({(i, TEST): federation.store.split(i, TRAIN) for i in range(2)})
+    assert float(evaluate(federation, state, test)[1][absent].weights["norm.running_mean"]) == pytest.approx(0.5)
 
 
 def test_ditto_starts_the_personal_network_at_the_received_one() -> None:
