@@ -102,6 +102,13 @@ def test_every_method_gives_the_same_numbers_over_messages(method: str, tmp_path
     require_same(served, local, tmp_path / "sites", clients)
 
 
+def test_layers_that_are_called_the_head_cross_as_declared(tmp_path: Path) -> None:
+    config = config_of("lg-fedavg", clients=2, method__head=["head", "body.7"])
+    local = start(config, tmp_path / "local", "cpu", 1)
+    served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", NAMES[:2]), NAMES[:2])
+    require_same(served, local, tmp_path / "sites", NAMES[:2])
+
+
 def test_clients_that_send_nothing_search_all_the_same(tmp_path: Path) -> None:
     config = config_of("spider", **FEW, method__lamda=0.0)
     clients = NAMES[: config.clients]

@@ -160,6 +160,11 @@ class Method(ABC):
     staleness: ClassVar[int] = 0  # rounds by which a real client's reply may be late and still be merged; 0: never
     one_network: ClassVar[str] = "it was written for one network"  # why clients cannot be given archs; "": they can
 
+    @property
+    def declared(self) -> Card:
+        """The card, with what the options change of it: messages are held to this."""
+        return self.card
+
     @classmethod
     def runs_on(cls, space: type[Space]) -> bool:
         """Whether the method can use a kind of space at all."""

@@ -15,7 +15,7 @@ from ..card import LOSS, Message
 from ..engine.client import Client
 from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
-from ..parts import layers, require_part, rest
+from ..parts import layers, require_layers, rest
 from ..registry import register
 from ..split import start_shared, whole
 
@@ -40,8 +40,12 @@ class FedBABU(Method):
     lr: NonNegative = 0.0  # of fine-tuning; 0: a tenth of local.lr
     part: Literal["all", "head"] = "all"  # what is fine-tuned
 
+    @property
+    def declared(self) -> Card:
+        return self.card.split_at(self.head)
+
     def check(self, job: Job) -> None:
-        require_part(job.space, layers(*self.head), f"method.head = {list(self.head)}")
+        require_layers(job.space, self.head, f"method.head = {list(self.head)}")
 
     def start(self, job: Job) -> Server:
         return start_shared(job, rest(layers(*self.head)))

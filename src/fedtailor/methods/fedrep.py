@@ -12,7 +12,7 @@ from ..card import LOSS, Message
 from ..engine.client import Client
 from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
-from ..parts import choose, layers, require_part, rest
+from ..parts import choose, layers, require_layers, rest
 from ..registry import register
 from ..split import fit_head, start_shared, whole
 
@@ -41,8 +41,12 @@ class FedRep(Method):
     body_epochs: NonNegative = 0.0  # 0: half of local.epochs
     final_epochs: NonNegative = 10.0  # of the head, once, after the last round
 
+    @property
+    def declared(self) -> Card:
+        return self.card.split_at(self.head)
+
     def check(self, job: Job) -> None:
-        require_part(job.space, layers(*self.head), f"method.head = {list(self.head)}")
+        require_layers(job.space, self.head, f"method.head = {list(self.head)}")
 
     def start(self, job: Job) -> Server:
         return start_shared(job, rest(layers(*self.head)))
