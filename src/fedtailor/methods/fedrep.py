@@ -24,6 +24,8 @@ class FedRep(Method):
     deviations: ClassVar[tuple[str, ...]] = (
         "head and body share local.epochs half and half unless given, so that a round costs what other methods' cost",
         "every client starts from the same random head",
+        "bodies are averaged by samples; the paper's clients are equally large",
+        "a client tunes its head once more on the last body, as in the authors' code",
     )
     card: ClassVar[Card] = Card(
         shared="body",

@@ -37,6 +37,7 @@ class L2GD(FedAvg):
     deviations: ClassVar[tuple[str, ...]] = (
         "mini-batches, as in the authors' L2SGD, without its variance reduction",
         "xbar is the plain mean of a round's participants, and a client goes towards it when it is next called",
+        "a client starts at the first xbar that it receives",
         "with SGD of local.momentum rho, eta is local.lr / (1 - rho); a meeting goes at most all the way to xbar",
         "a client that no round has called trains local.epochs from xbar at the end",
     )
