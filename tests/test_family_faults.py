@@ -15,7 +15,7 @@ from fedtailor.engine.loop import Federation
 from fedtailor.evaluate import evaluate
 from fedtailor.method import Method
 from fedtailor.methods.ditto import Ditto
-from fedtailor.methods.fedavg import FedAvg
+from fedtailor.methods.fedavg import FedAvg, FedAvgFineTune
 from fedtailor.methods.fedbabu import FedBABU
 from fedtailor.methods.feddyn import FedDyn
 from fedtailor.methods.fednova import FedNova
@@ -79,6 +79,17 @@ def test_fedrep_trains_the_head_without_moving_the_statistics_of_the_body() -> N
     assert float(state.server.weights["norm.running_mean"]) == pytest.approx(sum(means) / 2)
     kept = personal(federation, state, 0)["norm.running_mean"]
     assert torch.equal(kept, state.server.weights["norm.running_mean"])
+
+
+@pytest.mark.parametrize("method", [FedAvgFineTune(part="head"), FedBABU(part="head")])
+def test_tuning_the_head_alone_leaves_the_statistics_of_the_body(method: Method) -> None:
+    data = [[(255, 0), (0, 1)], [(200, 1), (100, 0)]]
+    local = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0)
+    federation = by_hand(method, data, local, Normed((1, 1, 1), 2))
+    state = one_round(federation)
+    kept = personal(federation, state, 0)
+    assert torch.equal(kept["norm.running_mean"], state.server.weights["norm.running_mean"])
+    assert torch.equal(kept["norm.weight"], state.server.weights["norm.weight"])
 
 
 def test_statistics_that_stay_at_the_client_are_its_own_from_round_to_round() -> None:

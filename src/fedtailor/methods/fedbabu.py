@@ -17,7 +17,7 @@ from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
 from ..parts import layers, require_layers, rest
 from ..registry import register
-from ..split import start_shared, whole
+from ..split import fine_tune, start_shared, whole
 
 
 @register("method", "fedbabu")
@@ -65,7 +65,5 @@ class FedBABU(Method):
     async def personal(self, task: Task, client: Client) -> nn.Module:
         head = layers(*self.head)
         net = whole(task, client, "", head)
-        if self.epochs:
-            lr = self.lr or client.local.lr / 10
-            await client.fit(net, epochs=self.epochs, lr=lr, only=head if self.part == "head" else None)
+        await fine_tune(net, client, head if self.part == "head" else None, self.epochs, self.lr)
         return net
