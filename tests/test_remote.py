@@ -224,6 +224,18 @@ def test_a_real_client_takes_its_network_home_and_fits_it_again(tmp_path: Path) 
         export_run(served)
 
 
+@pytest.mark.parametrize("method", ["fml", "perfedckt"])
+def test_a_client_fits_the_private_network_again_that_it_was_dealt(method: str, tmp_path: Path) -> None:
+    """In its own folder a client is the first and only one, and would be dealt the first network."""
+    private = [{"name": "cnn", "width": 4, "hidden": 8}, {"name": "cnn", "width": 6, "hidden": 8}]
+    folder = start(config_of(method, clients=3, participants=3, method__private=private), tmp_path / "run", "cpu", 1)
+    home, again = tmp_path / "home", tmp_path / "again"
+    refit(folder, "client-001", "", home, epochs=0, say=quiet)
+    _, compared = refit(home, "client-001", "", again, epochs=0, say=quiet)
+    assert compared["val"][0] == compared["val"][1]  # the same pictures and no more training: the same network
+    assert load(again / "config.toml").make_method().private == (private[1],)  # type: ignore[attr-defined]
+
+
 def test_one_message_per_client_and_round(tmp_path: Path) -> None:
     post = MemoryPost(tmp_path / "sites", NAMES)
     serve(config_of("fedrep", participants=4), tmp_path / "served", post, NAMES)

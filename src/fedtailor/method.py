@@ -205,6 +205,10 @@ class Method(ABC):
         """The server's own model, evaluated as `global`; None where the method has none."""
         return None
 
+    def at_home(self, client: Seat) -> Method:
+        """The method for a folder of this client alone: there its number is 0, so what follows from it is settled."""
+        return self
+
     def onboarding(self) -> tuple[Method, int]:
         """How clients that never trained join: a method to run with them, and for how many rounds. Default: none."""
         return self, 0
