@@ -236,6 +236,15 @@ def test_a_client_fits_the_private_network_again_that_it_was_dealt(method: str, 
     assert load(again / "config.toml").make_method().private == (private[1],)  # type: ignore[attr-defined]
 
 
+def test_a_client_with_a_memory_on_the_arch_that_it_was_given_fits_again(tmp_path: Path) -> None:
+    """What kNN-Per's clients keep is no arch of the space; the arch below it is the one that was given."""
+    config = config_of("knn-per", clients=3, participants=3, space__name="tiny", archs="random")
+    folder, home = start(config, tmp_path / "run", "cpu", 1), tmp_path / "home"
+    refit(folder, "client-001", "", home, epochs=0, say=quiet)
+    _, compared = refit(home, "client-001", "", tmp_path / "again", epochs=0, say=quiet)
+    assert compared["val"][0] == compared["val"][1]
+
+
 def test_one_message_per_client_and_round(tmp_path: Path) -> None:
     post = MemoryPost(tmp_path / "sites", NAMES)
     serve(config_of("fedrep", participants=4), tmp_path / "served", post, NAMES)
