@@ -51,6 +51,23 @@ def test_what_is_not_on_the_card_is_found() -> None:
     found.down.weights["head.weight"] = found.up.extra["gradient"] = found.up.facts["images"] = None
     assert found.undeclared() == ["up: extra: gradient", "up: facts: images", "keeps: v"]
     assert Message("body").undeclared(["body.0.weight", "head.bias"], [], []) == ["weights: head.bias"]
+    other = Message("body", head=("body.0",))
+    assert other.undeclared(["body.0.weight", "head.bias"], [], []) == ["weights: body.0.weight"]
+
+
+@pytest.mark.parametrize("head", [("head", "body.7"), ("body.0",)])
+@pytest.mark.parametrize("method", ["fedrep", "fedper", "fedbabu", "lg-fedavg"])
+def test_a_card_follows_the_layers_that_the_options_call_the_head(method: str, head: tuple[str, ...]) -> None:
+    found = rehearse(small_config(method, **FEW, method__head=list(head)))
+    assert found.undeclared() == found.unused() == []
+
+
+@pytest.mark.parametrize("method", ["fedrep", "fedper", "fedbabu", "lg-fedavg"])
+def test_a_head_of_layers_that_are_not_there_is_an_error(method: str) -> None:
+    with pytest.raises(UserError, match=r"has no layer 'body\.77' with weights\. Did you mean 'body\.7'\?"):
+        rehearse(small_config(method, method__head=["head", "body.77"]))
+    with pytest.raises(UserError, match="is everything of 'cnn'"):
+        rehearse(small_config(method, method__head=["head", "body"]))
 
 
 def test_a_rehearsal_counts_what_a_run_costs() -> None:

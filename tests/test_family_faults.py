@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ from fedtailor.engine.loop import Federation
 from fedtailor.evaluate import evaluate
 from fedtailor.method import Method
 from fedtailor.methods.ditto import Ditto
-from fedtailor.methods.fedavg import FedAvg
+from fedtailor.methods.fedavg import FedAvg, FedAvgFineTune
 from fedtailor.methods.fedbabu import FedBABU
 from fedtailor.methods.feddyn import FedDyn
 from fedtailor.methods.fednova import FedNova
 from fedtailor.methods.fedopt import FedOpt
 from fedtailor.methods.fedrep import FedRep
 from fedtailor.methods.l2gd import L2GD
+from fedtailor.methods.per_fedavg import PerFedAvg
+from fedtailor.methods.pfedhn import PFedHN
 from fedtailor.methods.pfedme import PFedMe
 from fedtailor.methods.random_arch import RandomArch
 from fedtailor.methods.scaffold import Scaffold
@@ -78,6 +81,17 @@ def test_fedrep_trains_the_head_without_moving_the_statistics_of_the_body() -> N
     assert torch.equal(kept, state.server.weights["norm.running_mean"])
 
 
+@pytest.mark.parametrize("method", [FedAvgFineTune(part="head"), FedBABU(part="head")])
+def test_tuning_the_head_alone_leaves_the_statistics_of_the_body(method: Method) -> None:
+    data = [[(255, 0), (0, 1)], [(200, 1), (100, 0)]]
+    local = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0)
+    federation = by_hand(method, data, local, Normed((1, 1, 1), 2))
+    state = one_round(federation)
+    kept = personal(federation, state, 0)
+    assert torch.equal(kept["norm.running_mean"], state.server.weights["norm.running_mean"])
+    assert torch.equal(kept["norm.weight"], state.server.weights["norm.weight"])
+
+
 def test_statistics_that_stay_at_the_client_are_its_own_from_round_to_round() -> None:
     """Under the policy `local` the server's statistics, 0 and 1 for ever, must not overwrite a client's own."""
     local = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0, bn="local")
@@ -104,11 +118,38 @@ def test_a_head_is_trained_on_statistics_that_were_estimated_where_there_were_no
     assert float(net.norm.running_mean) == pytest.approx(0.5)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("method", "bn"), [(PerFedAvg(), "local"), (Ditto(), "local"), (PFedHN(head="private"), "average")]
+)
+def test_a_network_is_trained_for_keeps_from_statistics_that_were_estimated(
+    method: Method, bn: Literal["average", "local"]
+) -> None:
+    """A client that no round has called takes a step or two: from 0 the mean would be a tenth of what it should be."""
+    local = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0, bn=bn)
+    federation = by_hand(method, [[(255, 0), (0, 1)]] * 2, local, Normed((1, 1, 1), 2), participants=1)
+    state = one_round(federation)
+    (absent,) = set(range(2)) - state.memories.keys()
+    test = Store({(i, TEST): federation.store.split(i, TRAIN) for i in range(2)})
+    assert float(evaluate(federation, state, test)[1][absent].weights["norm.running_mean"]) == pytest.approx(0.5)
+
+
 def test_ditto_starts_the_personal_network_at_the_received_one() -> None:
     federation = by_hand(Ditto(lamda=0.0, personal_epochs=1.0), DATA, PLAIN)
     state = one_round(federation, weights=three(1, 0, 0))
     assert numbers(state.memories[0]["v"]) == pytest.approx([1, 0.1, -0.1])  # a random start would end elsewhere
     assert Ditto().lamda > 0  # 0 would be local training
+
+
+def test_the_two_networks_of_ditto_have_statistics_of_their_own() -> None:
+    """Where statistics stay at the client, those of the shared network are FedAvg's, whatever the personal one saw."""
+    local = Local(epochs=1.0, batch=2, lr=0.2, momentum=0.0, weight_decay=0.0, bn="local")
+    federation = by_hand(Ditto(personal_epochs=5.0), [[(255, 0), (0, 1)]] * 2, local, Normed((1, 1, 1), 2))
+    state = one_round(federation)
+    shared, own = (state.memories[0][key]["norm.running_mean"] for key in ("statistics", "v"))
+    assert float(shared) == pytest.approx(0.1 * 0.5)  # one batch of mean 0.5 moves it a tenth of the way
+    assert float(own) == pytest.approx(0.5 - 0.9**5 * (0.5 - 0.1 * 0.5))  # five more batches, from there
+    test = Store({(i, TEST): federation.store.split(i, TRAIN) for i in range(2)})
+    assert torch.equal(evaluate(federation, state, test)[1][0].weights["norm.running_mean"], own)
 
 
 # archs given to clients -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,18 @@ def test_in_pre_training_all_modules_are_open_and_the_routing_rests() -> None:
     for unit, start in ((0, 1), (1, 3)):
         assert state.server.weights[f"layers.0.{unit}.0.weight"].item() == pytest.approx(start - 0.2 * a / 2)
     assert not state.memories
+
+
+def test_networks_kept_in_pre_training_are_trained_with_all_modules_open() -> None:
+    """With logits of 0 noise would close half of them in a step, and units would move by a instead of a / 2."""
+    for seed in range(4):
+        federation = by_hand(FedMN(pretrain=1.0), [DATA[0]], PLAIN, SPACE, rounds=2)
+        federation.job = replace(federation.job, seed=seed)
+        state = federation.begin()
+        state.server, state.round = state.server.replace(weights=weights(1, 3, 1, 0)), 1
+        a = sigmoid(2) - 1  # h = (1 + 3) / 2
+        found = kept(federation, state, 0).state_dict()
+        assert [found[f"layers.0.{u}.0.weight"].item() for u in (0, 1)] == pytest.approx([1 - 0.1 * a, 3 - 0.1 * a])
 
 
 def test_the_routing_gets_a_gradient() -> None:

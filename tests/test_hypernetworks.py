@@ -111,6 +111,27 @@ def test_clients_join_by_their_embedding_alone() -> None:
     assert state.server.phi["embeddings"].flatten().tolist() == [0.5, 0.5]
 
 
+def test_a_client_that_joins_learns_as_much_in_company_as_alone() -> None:
+    federation = by_hand(PFedHN(**ONE, onboard_rounds=1), [DATA[0]] * 3, PLAIN)
+    federation.job = replace(federation.job, clients=1, participants=1)
+    state = federation.begin()
+    state.server = state.server.replace(phi=PHI | {"embeddings": torch.full((3, 1), 0.5)})
+    server, _ = onboard(federation, state, federation.job.seats[1:])
+    assert server.phi["embeddings"].flatten().tolist() == pytest.approx([0.5, 0.52, 0.52])  # not half of it each
+
+
+def test_a_schedule_leaves_clients_that_join_a_learning_rate() -> None:
+    """Cosine is at 0 when the rounds are over: a client would learn nothing then, and its embedding would stay."""
+    local = replace(PLAIN, schedule="cosine", lr=2.0)  # of which a tenth is left
+    federation = by_hand(PFedHN(**ONE, onboard_rounds=1), [DATA[0], DATA[0]], local)
+    federation.job = replace(federation.job, clients=1, participants=1)
+    state = federation.begin()
+    state.round = federation.job.rounds
+    state.server = state.server.replace(phi=PHI | {"embeddings": torch.tensor([[0.5], [0.5]])})
+    server, _ = onboard(federation, state, federation.job.seats[1:])
+    assert server.phi["embeddings"].flatten().tolist() == pytest.approx([0.5, 0.52])
+
+
 def test_a_hypernetwork_too_large_for_any_server_is_an_error() -> None:
     with pytest.raises(UserError, match="more than a server holds"):
         new_hypernet({"a": torch.empty(1).expand(30_000_000)}, 2, 3, 100, 2, seed=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fedtailor.config import Local
 from fedtailor.errors import UserError
+from fedtailor.method import Task
 from fedtailor.methods.apfl import APFL
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.methods.l2gd import L2GD
@@ -126,6 +128,14 @@ def test_l2gd_meets_part_of_the_way_at_the_plain_mean() -> None:
     assert numbers(state.memories[0]["x"]) == pytest.approx(walk(met[0], 0, steps[1]))
     ends = [walk(met[0], 0, steps[1]), walk(met[1], 1, steps[1])]
     assert numbers(state.server.weights) == pytest.approx([(x + y) / 2 for x, y in zip(*ends, strict=True)])
+
+
+@pytest.mark.parametrize(("optimizer", "eta"), [("sgd", 0.2 / (1 - 0.5)), ("adamw", 0.2)])
+def test_l2gd_counts_momentum_where_the_optimiser_has_it(optimizer: Literal["sgd", "adamw"], eta: float) -> None:
+    federation = by_hand(L2GD(lamda=0.5, p=0.5), DATA, replace(PLAIN, momentum=0.5, optimizer=optimizer))
+    client = federation.client(federation.job.seats[0], {"x": three(1, 0.3, 0)}, 1)
+    met = L2GD(lamda=0.5, p=0.5)._met(Task(three(3, 0.3, 0), facts={"p": 0.5}), client)
+    assert numbers(met)[0] == pytest.approx(1 + eta * 0.5 * (3 - 1))
 
 
 def test_l2gd_tosses_the_coin_it_says() -> None:

@@ -102,6 +102,13 @@ def test_every_method_gives_the_same_numbers_over_messages(method: str, tmp_path
     require_same(served, local, tmp_path / "sites", clients)
 
 
+def test_layers_that_are_called_the_head_cross_as_declared(tmp_path: Path) -> None:
+    config = config_of("lg-fedavg", clients=2, method__head=["head", "body.7"])
+    local = start(config, tmp_path / "local", "cpu", 1)
+    served = serve(config, tmp_path / "served", MemoryPost(tmp_path / "sites", NAMES[:2]), NAMES[:2])
+    require_same(served, local, tmp_path / "sites", NAMES[:2])
+
+
 def test_clients_that_send_nothing_search_all_the_same(tmp_path: Path) -> None:
     config = config_of("spider", **FEW, method__lamda=0.0)
     clients = NAMES[: config.clients]
@@ -215,6 +222,27 @@ def test_a_real_client_takes_its_network_home_and_fits_it_again(tmp_path: Path) 
     assert Results.read(out).facts["joined"]["run"] == home.name
     with pytest.raises(UserError, match="with its clients"):
         export_run(served)
+
+
+@pytest.mark.parametrize("method", ["fml", "perfedckt"])
+def test_a_client_fits_the_private_network_again_that_it_was_dealt(method: str, tmp_path: Path) -> None:
+    """In its own folder a client is the first and only one, and would be dealt the first network."""
+    private = [{"name": "cnn", "width": 4, "hidden": 8}, {"name": "cnn", "width": 6, "hidden": 8}]
+    folder = start(config_of(method, clients=3, participants=3, method__private=private), tmp_path / "run", "cpu", 1)
+    home, again = tmp_path / "home", tmp_path / "again"
+    refit(folder, "client-001", "", home, epochs=0, say=quiet)
+    _, compared = refit(home, "client-001", "", again, epochs=0, say=quiet)
+    assert compared["val"][0] == compared["val"][1]  # the same pictures and no more training: the same network
+    assert load(again / "config.toml").make_method().private == (private[1],)  # type: ignore[attr-defined]
+
+
+def test_a_client_with_a_memory_on_the_arch_that_it_was_given_fits_again(tmp_path: Path) -> None:
+    """What kNN-Per's clients keep is no arch of the space; the arch below it is the one that was given."""
+    config = config_of("knn-per", clients=3, participants=3, space__name="tiny", archs="random")
+    folder, home = start(config, tmp_path / "run", "cpu", 1), tmp_path / "home"
+    refit(folder, "client-001", "", home, epochs=0, say=quiet)
+    _, compared = refit(home, "client-001", "", tmp_path / "again", epochs=0, say=quiet)
+    assert compared["val"][0] == compared["val"][1]
 
 
 def test_one_message_per_client_and_round(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ compares its messages, memories and server state with its card, name by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from .parts import body, head, learnt
+from .parts import body, head, layers, learnt, rest
 
 Names = dict[str, str]  # name, or a pattern with *, and what it is
 Part = Literal["nothing", "network", "sub-network", "supernet", "body", "head", "learnt sub-network", "all but norms"]
@@ -36,6 +36,7 @@ class Message:
     weights: Part | tuple[Part, ...] = "nothing"  # several where phases differ
     extra: Names = field(default_factory=dict)  # other tensors
     facts: Names = field(default_factory=dict)  # small numbers
+    head: tuple[str, ...] = ("head",)  # the layers that "head" means, and "body" not
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -43,7 +44,8 @@ class Message:
 
     def undeclared(self, weights: Iterable[str], extra: Iterable[str], facts: Iterable[str]) -> list[str]:
         """What a real message holds beyond this."""
-        found = [f"weights: {n}" for n in weights if not any(PARTS[part](n) for part in self.parts)]
+        parts = {**PARTS, "head": layers(*self.head), "body": rest(layers(*self.head))}
+        found = [f"weights: {n}" for n in weights if not any(parts[part](n) for part in self.parts)]
         found += [f"extra: {n}" for n in unnamed(extra, self.extra)]
         return found + [f"facts: {n}" for n in unnamed(facts, self.facts)]
 
@@ -64,6 +66,10 @@ class Card:
     up: Message = field(default_factory=lambda: Message(facts=LOSS))
     keeps: Names = field(default_factory=dict)  # in a client's memory between rounds
     holds: Names = field(default_factory=dict)  # at the server between rounds
+
+    def split_at(self, head: tuple[str, ...]) -> Card:
+        """The card of a method whose head is these layers."""
+        return replace(self, down=replace(self.down, head=head), up=replace(self.up, head=head))
 
 
 def unnamed(names: Iterable[str], declared: Names) -> list[str]:

@@ -160,6 +160,11 @@ class Method(ABC):
     staleness: ClassVar[int] = 0  # rounds by which a real client's reply may be late and still be merged; 0: never
     one_network: ClassVar[str] = "it was written for one network"  # why clients cannot be given archs; "": they can
 
+    @property
+    def declared(self) -> Card:
+        """The card, with what the options change of it: messages are held to this."""
+        return self.card
+
     @classmethod
     def runs_on(cls, space: type[Space]) -> bool:
         """Whether the method can use a kind of space at all."""
@@ -199,6 +204,10 @@ class Method(ABC):
     def shared(self, server: Server) -> Task | None:
         """The server's own model, evaluated as `global`; None where the method has none."""
         return None
+
+    def at_home(self, client: Seat) -> Method:
+        """The method for a folder of this client alone: there its number is 0, so what follows from it is settled."""
+        return self
 
     def onboarding(self) -> tuple[Method, int]:
         """How clients that never trained join: a method to run with them, and for how many rounds. Default: none."""

@@ -6,14 +6,14 @@ A part is a test on a tensor's name. Names are paths of layers, so a layer is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from .errors import UserError
+from .errors import UserError, nearest
 
 if TYPE_CHECKING:
     from .spaces.base import Space
@@ -57,11 +57,27 @@ def choose(weights: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
     return {n: t for n, t in weights.items() if part(n)}
 
 
+def require_layers(space: Space, names: Sequence[str], what: str) -> None:
+    """Raises `UserError` where one of the layers is not there, or all of them are nothing or everything."""
+    for name in names:
+        if not any(map(layers(name), space.full_shapes)):
+            known = _known(space)
+            raise UserError(
+                f"{what}: '{space.name}' has no layer '{name}' with weights.{nearest(name, known)} "
+                f"Its layers: {', '.join(known)}."
+            )
+    require_part(space, layers(*names), what)
+
+
 def require_part(space: Space, part: Part, what: str) -> None:
     """Raises `UserError` where a part is nothing or everything, which would make a split method another one."""
     names = list(space.full_shapes)
     inside = [n for n in names if part(n)]
     if not inside or len(inside) == len(names):
         found = "nothing" if not inside else "everything"
-        known = ", ".join(dict.fromkeys(n.rsplit(".", 1)[0] for n in names))
-        raise UserError(f"{what} is {found} of '{space.name}'. Its layers: {known}.")
+        raise UserError(f"{what} is {found} of '{space.name}'. Its layers: {', '.join(_known(space))}.")
+
+
+def _known(space: Space) -> list[str]:
+    """The layers of a space that have weights."""
+    return list(dict.fromkeys(n.rsplit(".", 1)[0] for n in space.full_shapes))

@@ -35,13 +35,24 @@ async def settle(net: nn.Module, client: Client) -> nn.Module:
     return net
 
 
-async def fit_head(net: nn.Module, client: Client, part: Part, epochs: float) -> Measured:
+async def fit_head(net: nn.Module, client: Client, part: Part, epochs: float, lr: float | None = None) -> Measured:
     """Trains one part on top of the rest, which stays as it is, also the statistics that a forward pass moves."""
     await settle(net, client)
     held = {n: t.detach().clone() for n, t in tensors_of(net).items() if not learnt(n) and not part(n)}
-    loss = await client.fit(net, epochs=epochs, only=part)
+    loss = await client.fit(net, epochs=epochs, lr=lr, only=part)
     with torch.no_grad():
         for name, tensor in tensors_of(net).items():
             if name in held:
                 tensor.copy_(held[name])
     return loss
+
+
+async def fine_tune(net: nn.Module, client: Client, only: Part | None, epochs: float, lr: float) -> None:
+    """Trains the whole network or one part of it, at a tenth of the run's learning rate unless one is given."""
+    if not epochs:
+        return
+    lr = lr or client.local.lr / 10
+    if only is None:
+        await client.fit(net, epochs=epochs, lr=lr)
+    else:
+        await fit_head(net, client, only, epochs, lr)

@@ -164,6 +164,7 @@ class Client:
         if steps is None:
             steps = steps_for(split.size, self.local.batch, self.local.epochs if epochs is None else epochs)
         anchor, strength = pull or (None, 0.0)
+        await self._settle(net)
         self._spend(net, steps, split)
         return await Fit(
             net,
@@ -204,6 +205,7 @@ class Client:
         how = {s: self.local.augment if augment and s != "public" else "none" for s in over}
         streams = tuple(Stream(self._split(s), self.local.batch, how[s], self._next_seed(s)) for s in over)
         for net in nets:
+            await self._settle(net)
             self._spend(net, steps, first, passes)
         return await Loop(step, streams, steps, tuple(nets), self._next_seed("loop"), tuple(values))
 
@@ -240,8 +242,10 @@ class Client:
 
     @property
     def lr(self) -> float:
-        """This round's learning rate, or that of training a network for keeps, which a schedule must not starve."""
-        return self.local.lr_for_keeps if self.keeping else self.local.lr_at(self.round, self.rounds)
+        """This round's learning rate; that of the time after the rounds, which a schedule must not starve, where a
+        network is trained for keeps or the client joins when all is over."""
+        over = self.keeping or self.round > self.rounds
+        return self.local.lr_for_keeps if over else self.local.lr_at(self.round, self.rounds)
 
     def loss(self, net: nn.Module, x: Tensor, y: Tensor, *more: Any) -> Tensor:
         """The client's objective on a batch, for steps of a method's own; `more` is handed to the network."""
@@ -307,6 +311,12 @@ class Client:
         picked = np.sort(self.rng("some").choice(split.size, images, replace=False)) + split.start
         at = torch.from_numpy(picked).to(split.labels.device)
         return replace(split, images=split.images[at], labels=split.labels[at], start=0, size=images)
+
+    async def _settle(self, net: nn.Module) -> None:
+        """Gives a network that is trained for keeps statistics to start from, where it has none: from 0 and 1 they need
+        dozens of batches to come right, and the few steps that a network is given may be over by then."""
+        if self.keeping and self.local.bn != "recalibrate":
+            await self.refresh(net)
 
     def _spend(self, net: nn.Module, steps: int, split: Split, passes: float = 1.0) -> None:
         net.stale = self.local.bn == "recalibrate"  # type: ignore[assignment]

@@ -189,7 +189,7 @@ class Site:
         facts = {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in reply.facts.items()}
         reply = dataclasses.replace(reply, facts=facts)
         try:
-            check_declared(reply, desk.method.card.up)
+            check_declared(reply, desk.method.declared.up)
         except Refused as error:
             raise Problem("undeclared", error) from error
         if client.memory:

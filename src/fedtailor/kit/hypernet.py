@@ -143,8 +143,12 @@ class Generated(Method):
         return [1 / len(replies)] * len(replies)
 
     def learn(self, server: Server, replies: Sequence[Reply], joining: bool = False) -> Server:
-        """One step of the hypernetwork and the embeddings, or of the embeddings of clients that join."""
-        changes = [(r.client, r.extra, m) for r, m in zip(replies, self.masses(replies), strict=True)]
+        """One step of the hypernetwork and the embeddings, or of the embeddings of clients that join.
+
+        Clients that join share nothing that learns, so each counts whole, however many come at once.
+        """
+        masses = [1.0] * len(replies) if joining else self.masses(replies)
+        changes = [(r.client, r.extra, m) for r, m in zip(replies, masses, strict=True)]
         slopes = gradient(server.phi, changes)
         if joining:
             slopes = only_embeddings(slopes, [r.client for r in replies])

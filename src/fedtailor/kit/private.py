@@ -7,7 +7,7 @@ clients with equal devices deal them out evenly.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,10 +36,9 @@ class Own:
         return client.build(Task(weights or first, self.arch), self.space)
 
 
-def own_net(tables: Sequence[Mapping[str, Any]], seat: Seat) -> Own:
+def own_net(tables: Tables, seat: Seat) -> Own:
     """The client's own network; without tables it is the run's."""
-    nets = [Own(_made(json.dumps(table), seat.space.input, seat.space.classes)) for table in tables]
-    nets = nets or [Own(seat.space, seat.arch)]
+    nets = [_listed(table, seat) for table in tables] or [Own(seat.space, seat.arch)]
     fitting = [net for net in nets if not seat.hard or not _why_not(net, seat)]
     if not fitting:
         raise UserError(
@@ -49,10 +48,20 @@ def own_net(tables: Sequence[Mapping[str, Any]], seat: Seat) -> Own:
     return fitting[seat.id % len(fitting)]
 
 
-def require_own(tables: Sequence[Mapping[str, Any]], job: Job) -> None:
+def own_tables(tables: Tables, seat: Seat) -> Tables:
+    """Of the tables that of the client's own network, for a folder in which nothing is dealt out any more."""
+    own = own_net(tables, seat)
+    return tuple(table for table in tables if _listed(table, seat) == own)[:1]
+
+
+def require_own(tables: Tables, job: Job) -> None:
     """Raises `UserError` where a table makes no network or a client can hold none of them."""
     for seat in job.seats:
         own_net(tables, seat)
+
+
+def _listed(table: Mapping[str, Any], seat: Seat) -> Own:
+    return Own(_made(json.dumps(table), seat.space.input, seat.space.classes))
 
 
 @lru_cache(maxsize=64)  # a space remembers what it has counted

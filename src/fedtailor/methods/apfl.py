@@ -33,6 +33,7 @@ class APFL(FedAvg):
     paper: ClassVar[str] = "Deng et al., arXiv:2003.13461, Algorithm 1 with eq. 10 for alpha"
     deviations: ClassVar[tuple[str, ...]] = (
         "v and w move by the run's local optimiser, alpha by plain gradient steps",
+        "w is averaged by samples; the paper's mean is plain",
         "v starts at the first w that the client receives; a client never called trains once at the end",
     )
     card: ClassVar[Card] = replace(

@@ -40,7 +40,7 @@ class Ditto(FedAvg):
         net = client.build(task)
         loss = await client.fit(net)  # line 5: the solver for the shared model
         reply = Reply(client.take(net), task.arch, facts={"loss": loss})
-        client.memory["v"] = client.take(await self._train_personal(task, client))
+        client.memory["v"] = client.copy(await self._train_personal(task, client))  # with statistics of its own
         return reply
 
     async def personal(self, task: Task, client: Client) -> nn.Module:

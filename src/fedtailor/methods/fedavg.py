@@ -19,6 +19,7 @@ from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import Fraction, NonNegative
 from ..parts import head
 from ..registry import register
+from ..split import fine_tune
 
 
 @register("method", "fedavg")
@@ -75,9 +76,7 @@ class FedAvgFineTune(FedAvg):
 
     async def personal(self, task: Task, client: Client) -> nn.Module:
         net = client.build(task)
-        if self.epochs:
-            lr = self.lr or client.local.lr / 10
-            await client.fit(net, epochs=self.epochs, lr=lr, only=head if self.part == "head" else None)
+        await fine_tune(net, client, head if self.part == "head" else None, self.epochs, self.lr)
         if self.interpolate:
             tuned, t = client.take(net), self.interpolate
             client.load(net, {n: w + t * (task.weights[n] - w) if n in task.weights else w for n, w in tuned.items()})

@@ -15,9 +15,9 @@ from ..card import LOSS, Message
 from ..engine.client import Client
 from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
-from ..parts import layers, require_part, rest
+from ..parts import layers, require_layers, rest
 from ..registry import register
-from ..split import start_shared, whole
+from ..split import fine_tune, start_shared, whole
 
 
 @register("method", "fedbabu")
@@ -40,8 +40,12 @@ class FedBABU(Method):
     lr: NonNegative = 0.0  # of fine-tuning; 0: a tenth of local.lr
     part: Literal["all", "head"] = "all"  # what is fine-tuned
 
+    @property
+    def declared(self) -> Card:
+        return self.card.split_at(self.head)
+
     def check(self, job: Job) -> None:
-        require_part(job.space, layers(*self.head), f"method.head = {list(self.head)}")
+        require_layers(job.space, self.head, f"method.head = {list(self.head)}")
 
     def start(self, job: Job) -> Server:
         return start_shared(job, rest(layers(*self.head)))
@@ -61,7 +65,5 @@ class FedBABU(Method):
     async def personal(self, task: Task, client: Client) -> nn.Module:
         head = layers(*self.head)
         net = whole(task, client, "", head)
-        if self.epochs:
-            lr = self.lr or client.local.lr / 10
-            await client.fit(net, epochs=self.epochs, lr=lr, only=head if self.part == "head" else None)
+        await fine_tune(net, client, head if self.part == "head" else None, self.epochs, self.lr)
         return net

@@ -32,6 +32,7 @@ class FedDyn(FedAvg):
         "local.epochs of training stand for the argmin",
         "normalisation statistics are averaged",
         "with archs given to clients, P and N count the owners of an entry",
+        "a client whose reply comes too late keeps its own g_k all the same, which h then lacks",
     )
     card: ClassVar[Card] = replace(
         FedAvg.card,

@@ -93,8 +93,9 @@ class FedMN(Method):
         return server.replace(weights=server.paste(replies))  # over the clients that sent a module
 
     async def personal(self, task: Task, client: Client) -> nn.Module:
-        net = self._build(task, client)
-        if "routing" not in client.memory and client.round >= round(self.pretrain * client.rounds):
+        routed = client.round >= round(self.pretrain * client.rounds)
+        net = self._build(task, client, 0.0 if routed else OPEN)
+        if routed and "routing" not in client.memory:
             await client.fit(net, only=routing, lr=self.routing_lr)  # a client that no round of routing has called
         if self.deploy == "trained":
             await client.fit(net, only=rest(routing))

@@ -11,7 +11,7 @@ from torch import nn
 from ..engine.client import Client
 from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
-from ..parts import choose, layers, require_part, rest
+from ..parts import choose, layers, require_layers, rest
 from ..registry import register
 from ..split import fit_head, start_shared, whole
 from .fedrep import FedRep
@@ -31,8 +31,12 @@ class FedPer(Method):
     head: tuple[str, ...] = ("head",)  # W_P, the personalisation layers; the authors try the last K_P = 1 to 4 blocks
     final_epochs: NonNegative = 0.0  # of W_P, once, after the last round; none in the paper
 
+    @property
+    def declared(self) -> Card:
+        return self.card.split_at(self.head)
+
     def check(self, job: Job) -> None:
-        require_part(job.space, layers(*self.head), f"method.head = {list(self.head)}")
+        require_layers(job.space, self.head, f"method.head = {list(self.head)}")
 
     def start(self, job: Job) -> Server:
         return start_shared(job, rest(layers(*self.head)))

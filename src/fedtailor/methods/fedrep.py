@@ -12,7 +12,7 @@ from ..card import LOSS, Message
 from ..engine.client import Client
 from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import NonNegative
-from ..parts import choose, layers, require_part, rest
+from ..parts import choose, layers, require_layers, rest
 from ..registry import register
 from ..split import fit_head, start_shared, whole
 
@@ -24,6 +24,8 @@ class FedRep(Method):
     deviations: ClassVar[tuple[str, ...]] = (
         "head and body share local.epochs half and half unless given, so that a round costs what other methods' cost",
         "every client starts from the same random head",
+        "bodies are averaged by samples; the paper's clients are equally large",
+        "a client tunes its head once more on the last body, as in the authors' code",
     )
     card: ClassVar[Card] = Card(
         shared="body",
@@ -41,8 +43,12 @@ class FedRep(Method):
     body_epochs: NonNegative = 0.0  # 0: half of local.epochs
     final_epochs: NonNegative = 10.0  # of the head, once, after the last round
 
+    @property
+    def declared(self) -> Card:
+        return self.card.split_at(self.head)
+
     def check(self, job: Job) -> None:
-        require_part(job.space, layers(*self.head), f"method.head = {list(self.head)}")
+        require_layers(job.space, self.head, f"method.head = {list(self.head)}")
 
     def start(self, job: Job) -> Server:
         return start_shared(job, rest(layers(*self.head)))

@@ -18,8 +18,8 @@ from ..engine.client import Client
 from ..engine.jobs import Measured
 from ..engine.steps import objective
 from ..kit.distil import divergence
-from ..kit.private import Tables, own_net, require_own
-from ..method import Card, Job, Reply, Task
+from ..kit.private import Tables, own_net, own_tables, require_own
+from ..method import Card, Job, Method, Reply, Seat, Task
 from ..options import Fraction
 from ..registry import register
 from .fedavg import FedAvg
@@ -61,6 +61,9 @@ class FML(FedAvg):
         if "v" in client.memory:
             return self._own(client)
         return (await self._learn(task, client))[1]
+
+    def at_home(self, client: Seat) -> Method:
+        return replace(self, private=own_tables(self.private, client))
 
     def _own(self, client: Client) -> nn.Module:
         return own_net(self.private, client.seat).build(client, client.memory.get("v"))

@@ -28,6 +28,7 @@ class KnnPer(FedAvg):
     deviations: ClassVar[tuple[str, ...]] = (
         *FedAvg.deviations,
         "of several lambda that are equally good on val, the middle one is taken",
+        "the kernel has squared distances over the number of features, as in the authors' code",
     )
 
     card: ClassVar[Card] = replace(

@@ -37,7 +37,8 @@ class L2GD(FedAvg):
     deviations: ClassVar[tuple[str, ...]] = (
         "mini-batches, as in the authors' L2SGD, without its variance reduction",
         "xbar is the plain mean of a round's participants, and a client goes towards it when it is next called",
-        "with local.momentum rho, eta is local.lr / (1 - rho); a meeting goes at most all the way to xbar",
+        "a client starts at the first xbar that it receives",
+        "with SGD of local.momentum rho, eta is local.lr / (1 - rho); a meeting goes at most all the way to xbar",
         "a client that no round has called trains local.epochs from xbar at the end",
     )
     card: ClassVar[Card] = replace(
@@ -86,5 +87,6 @@ class L2GD(FedAvg):
         kept, p = client.memory.get("x"), float(task.facts["p"])
         if kept is None:
             return task.weights
-        way = min(1.0, client.lr / max(1e-9, 1 - client.local.momentum) * self.lamda * (1 - p) / p)
+        rho = client.local.momentum if client.local.optimizer == "sgd" else 0.0
+        way = min(1.0, client.lr / max(1e-9, 1 - rho) * self.lamda * (1 - p) / p)
         return {n: torch.lerp(t, task.weights[n], way) if learnt(n) else t for n, t in kept.items()}

@@ -11,7 +11,7 @@ from torch import nn
 from ..card import LOSS, Message
 from ..engine.client import Client
 from ..method import Card, Job, Method, Reply, Seat, Server, Task
-from ..parts import choose, layers, require_part, rest
+from ..parts import choose, layers, require_layers, rest
 from ..registry import register
 from ..split import settle, start_shared, whole
 
@@ -39,8 +39,12 @@ class LGFedAvg(Method):
 
     head: tuple[str, ...] = ("head",)  # theta_g, the global layers; the rest is theta_l, the client's own
 
+    @property
+    def declared(self) -> Card:
+        return self.card.split_at(self.head)
+
     def check(self, job: Job) -> None:
-        require_part(job.space, layers(*self.head), f"method.head = {list(self.head)}")
+        require_layers(job.space, self.head, f"method.head = {list(self.head)}")
 
     def start(self, job: Job) -> Server:
         return start_shared(job, layers(*self.head))

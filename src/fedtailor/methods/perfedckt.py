@@ -11,7 +11,7 @@ The server clusters the clients by their logits on P and sends each the mean S o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from ..engine.client import Client
 from ..engine.jobs import Measured
 from ..errors import UserError
 from ..kit.clusters import means
-from ..kit.private import Tables, own_net, require_own
+from ..kit.private import Tables, own_net, own_tables, require_own
 from ..method import Card, Job, Method, Reply, Seat, Server, Task
 from ..options import AtLeastOne, NonNegative
 from ..registry import register
@@ -105,6 +105,9 @@ class PerFedCKT(Method):
         if "v" in client.memory:
             return self._own(client)
         return (await self._learn(task, client))[0]
+
+    def at_home(self, client: Seat) -> Method:
+        return replace(self, private=own_tables(self.private, client))
 
     def _own(self, client: Client) -> nn.Module:
         return own_net(self.private, client.seat).build(client, client.memory.get("v"))

@@ -31,6 +31,7 @@ class Scaffold(FedAvg):
         "steps are plain, as in the paper: local.momentum has no part, since it multiplies corrections that are stale",
         "normalisation statistics have no control variate: they are averaged",
         "with archs given to clients, S and N count the owners of an entry",
+        "a client whose reply comes too late keeps its own c_i all the same, which c then lacks",
     )
     card: ClassVar[Card] = replace(
         FedAvg.card,

@@ -23,6 +23,7 @@ from ..engine.wire import task_of, task_value
 from ..evaluate import Kept
 from ..fleet import fleet as fleets
 from ..method import Job, Method, Seat, Task
+from ..options import table_of
 from ..values import read_value, write_bytes, write_value
 from .events import EventLog
 from .execute import Setup, save_networks
@@ -80,11 +81,12 @@ def write_alone(
     public: np.ndarray | None = None,
 ) -> None:
     """Writes the folder. `config` is the run's, `seat` the client's place in it; here it is the only client."""
-    out = out.resolve()
+    out, method = out.resolve(), method.at_home(seat)
     save_networks(out / "nets", seat.space, [replace(kept, client=0)])
     data = Data(name=f"npz:{out / 'data.npz'}", fit=config.data.fit)
     archs = str(out) if config.archs else ""  # the arch that it was given is that of its network
-    alone = replace(config, clients=1, participants=1, data=data, archs=archs)
+    options = {"name": config.method["name"], **table_of(method)}
+    alone = replace(config, clients=1, participants=1, data=data, archs=archs, method=options)
     one = Job(seat.space, (replace(seat, id=0),), 1, 1, config.rounds, config.seed, config.local)
     if public is not None:
         _write_arrays(out / "public.npz", images=public, labels=np.zeros(len(public), np.int64))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from ..errors import UserError
 from ..method import Seat
 from ..search.supernet import affords
@@ -42,6 +44,7 @@ def _arch(source: str, seat: Seat, seed: int) -> Arch:
 
 
 def _kept(folder: Path, space: Space) -> dict[int, Arch]:
+    from .alone import Offered
     from .execute import open_space, read_networks
 
     if not (folder / "run.json").is_file():
@@ -50,5 +53,8 @@ def _kept(folder: Path, space: Space) -> dict[int, Arch]:
         raise UserError(f"archs = '{folder}': that run's space or its options are not those of this run.")
     nets = read_networks(folder, space)
     if any(own != space for own, _, _ in nets.values()):
+        offered = Offered.read(folder, torch.device("cpu"))  # in a client's own folder: it says what it was given
+        if offered and offered.task.arch:
+            return {0: space.check(offered.task.arch)}
         raise UserError(f"archs = '{folder}': its clients keep networks that are no archs of '{space.name}'.")
     return {client: space.check(arch) for client, (_, arch, _) in nets.items()}

@@ -51,14 +51,14 @@ class Rehearsal:
 
     def undeclared(self) -> list[str]:
         """What the run did beyond the method's card. Statistics that the policy `local` keeps are the library's."""
-        card = self.method.card
+        card = self.method.declared
         found = [f"{way}: {name}" for way in ("down", "up") for name in self._beyond(way)]
         found += [f"keeps: {name}" for name in unnamed(self.keeps, card.keeps | {"statistics": ""})]
         return found + [f"holds: {name}" for name in unnamed(self.holds, card.holds)]
 
     def unused(self) -> list[str]:
         """What the card declares and the run never did."""
-        card = self.method.card
+        card = self.method.declared
         found: list[str] = []
         for way, message, seen in (("down", card.down, self.down), ("up", card.up, self.up)):
             if message.parts != ("nothing",) and not seen.weights:
@@ -69,7 +69,7 @@ class Rehearsal:
         return found + [f"holds: {n}" for n in card.holds if not _covered(n, self.holds)]
 
     def _beyond(self, way: str) -> list[str]:
-        message: Message = getattr(self.method.card, way)
+        message: Message = getattr(self.method.declared, way)
         seen: Seen = getattr(self, way)
         found = message.undeclared(seen.weights, seen.extra, seen.facts)
         if "all but norms" in message.parts:  # which layers these are only the space knows

@@ -63,7 +63,7 @@ def serve(
     if method.card == Card():
         raise UserError(f"method.name = '{config.method['name']}': it has no card that says what leaves a client.")
     run = old["served"] if old else run_name(config.method["name"])
-    crowd = Crowd(post, run, config.to_toml(), watch.say, watch.clients, method.card.up)
+    crowd = Crowd(post, run, config.to_toml(), watch.say, watch.clients, method.declared.up)
     crowd.public = public
     if old:
         crowd.expected = tuple(old["client_names"])

@@ -39,7 +39,7 @@ def welcome(folder: Path, post: Post, count: int, profile: str = "", watch: Watc
     data = replace(config.data, colour="grey" if channels == 1 else "colour")
     data = replace(data, size=height) if height == width else data
     asked = replace(config, data=data).to_toml()
-    crowd = Crowd(post, run_name(config.method["name"]), asked, watch.say, watch.clients, method.card.up)
+    crowd = Crowd(post, run_name(config.method["name"]), asked, watch.say, watch.clients, method.declared.up)
     crowd.known, crowd.classes, crowd.shape = tuple(facts["client_names"]), classes, space.input
     crowd.public = public_set(config)
     public = 0 if crowd.public is None else len(crowd.public)
