@@ -289,3 +289,75 @@ def test_a_thousand_clients_scroll(tab: Any, address: str, shelf: Path) -> None:
     top = tab.evaluate("Math.min(...[...document.querySelectorAll('.grid-row')].map(r => parseInt(r.style.top)))")
     assert top > 15_000
     shoot(tab, "crowd")
+
+
+def test_seeds_share_a_row_and_pairs_share_a_seed(tab: Any, browser: Any, address: str, shelf: Path) -> None:
+    for method, seed in (("one", 0), ("one", 1), ("two", 0), ("two", 1)):
+        lift = 0.15 if method == "two" else 0.0
+        realistic(shelf / "grid" / f"{method}-{seed}", 20, 8, seed, method, lift, partition_hash=str(seed) * 64, new=2)
+    realistic(shelf / "half", 20, 20, method="half", status="stopped")
+    runs = [f"grid%2F{name}" for name in ("one-0", "one-1", "two-1", "two-0")]
+    tab.goto(f"{address}#/compare/{'/'.join(runs)}/half")
+    tab.wait_for_selector('[data-figure="compare-5-paired"] svg')
+    assert tab.locator("main > .tablewrap tbody tr").count() == 3
+    assert "± " in tab.locator("main > .tablewrap tbody tr").first.inner_text()
+    pairs = [row.split(",") for row in saved(tab, "compare-5-paired", "CSV").splitlines()]
+    assert pairs[0] == ["run", "seed", "split", "client", "name", "first", "this"]
+    assert sorted((row[1], int(row[3])) for row in pairs[1:]) == [(s, c) for s in "01" for c in range(20)]
+    assert "half (val, round 12)" in tab.inner_text('[data-figure="compare-5-paired"] figcaption')
+    ends = saved(tab, "compare-5-pareto", "CSV").splitlines()
+    assert [row.partition(",")[0] for row in ends[1:]] == ["one", "two"], "half a run has half the costs"
+    picture = saved(tab, "compare-5-curves", "SVG")
+    words = [
+        "".join(text.itertext()) for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert {"one", "two", "half (val, round 12)"} <= set(words), "a saved picture has its key"
+    assert any("better" in word for word in re.findall(r">([^<]+)</text>", saved(tab, "compare-5-paired", "SVG")))
+    shoot(tab, "compare-seeds")
+
+
+def test_the_page_of_a_comparison_works_from_a_file(tab: Any, shelf: Path, tmp_path: Path) -> None:
+    runs = [realistic(tmp_path / f"m{i}", 12, 8, method=f"m{i}", lift=i / 50) for i in range(8)]
+    assert (
+        fedtailor("compare", *map(str, runs), "--html", str(tmp_path / "c.html"), stdout=subprocess.DEVNULL).wait() == 0
+    )
+    tab.goto((tmp_path / "c.html").as_uri())
+    tab.wait_for_selector('[data-figure="comparison-paired"] svg')
+    marks = tab.eval_on_selector_all(
+        '[data-figure="comparison-curves"] .keys path',
+        "marks => marks.map(m => m.getAttribute('stroke') + m.getAttribute('stroke-dasharray'))",
+    )
+    assert len(set(marks)) == 8, "two of eight lines look the same"
+    assert tab.locator('[data-figure="comparison-paired"] .panels svg').count() == 7
+    unnamed = "all => all.filter(s => !s.labels[0]?.innerText && !s.labels[0]?.textContent.trim()).length"
+    assert tab.eval_on_selector_all("select", unnamed) == 0
+    shoot(tab, "comparison")
+
+
+def test_nobody_is_missing_from_the_pictures(tab: Any, address: str, shelf: Path) -> None:
+    tab.goto(f"{address}#/run/alpha/fairness")
+    tab.wait_for_selector('[data-figure="alpha-gain-over-global"] svg')
+    for figure in ("alpha-distribution", "alpha-gain-over-global"):
+        tall = tab.eval_on_selector_all(
+            f'[data-figure="{figure}"] g[aria-label="rect"] rect', "bars => bars.map(b => b.height.baseVal.value)"
+        )
+        ticks = tab.eval_on_selector_all(
+            f'[data-figure="{figure}"] g[aria-label^="y-axis tick label"] text',
+            "all => all.filter(t => t.textContent).map(t => [Number(t.textContent), t.transform.baseVal[0].matrix.f])",
+        )
+        (low, y0), (high, y1) = ticks[0], ticks[-1]
+        clients = sum(round((high - low) * (h + 1.2) / (y0 - y1)) for h in tall)
+        assert clients == 60, figure
+
+
+def test_a_broken_address_and_the_cursor(tab: Any, address: str, shelf: Path) -> None:
+    tab.expected += ["404"]
+    tab.goto(f"{address}#/run/%E0%A4%A")
+    tab.wait_for_selector("text=There is no such run here")
+    tab.goto(f"{address}#/run/alpha/clients")
+    tab.wait_for_selector(".grid-row")
+    tab.focus(".grid")
+    tab.keyboard.press("ArrowDown")
+    active = tab.get_attribute(".grid", "aria-activedescendant")
+    assert tab.get_attribute(f"#{active}", "aria-rowindex") == "3"  # the head is the first
+    assert tab.get_attribute(f"#{active}", "aria-selected") == "true"

@@ -61,9 +61,15 @@ export interface About {
   hashes: [string, string][]; paper: [string, string | null][]; card: Record<string, string>; deviations: string[];
   definitions: [string, string][]; command: string; config: string;
 }
+export interface Compared {
+  label: string; seeds: string; finished: boolean; split: string; round: number; flags: string[];
+  runs: { id: string; seed: number | null; partition: string | null }[];
+  personal_mean: number | null; personal_std_over_seeds: number | null; personal_std_over_clients: number | null;
+  [number: string]: unknown;
+}
 export interface Comparison {
-  fair: boolean; unfair: string[]; notes: string[]; settings: [string, string[]][];
-  rows: (Record<string, number | string | null> & { names: string[]; flags: string[] })[];
+  fair: boolean; unfair: string[]; notes: string[]; problems: [string, string][]; settings: [string, string[]][];
+  rows: Compared[];
 }
 
 export interface State<T> { data: T | null; problem: string; busy: boolean }
