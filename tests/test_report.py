@@ -274,6 +274,11 @@ def test_words() -> None:
     ]
 
 
+def test_one_client_is_one_client(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", evaluation(2, "test", personal={0: 0.5}), facts(1), config(1))
+    assert "split over 1 client (" in words.sentence(Results.read(run))
+
+
 def test_the_sentence(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", evaluation(2, "test", personal={0: 0.5, 1: 0.7}), facts(2), config(2))
     assert words.sentence(Results.read(run)).replace(words.SPACE, " ") == (

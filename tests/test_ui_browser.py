@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fedtailor.report.html import write_report
 from synthetic_run import realistic
 
 pytestmark = pytest.mark.ui
@@ -42,7 +43,8 @@ def small_run(out: Path, rounds: int) -> subprocess.Popen[str]:
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     for name, lift in (("alpha", 0.0), ("beta", 0.08)):
-        realistic(root / name, 60, 24, method=name, lift=lift, search=True, new=4)
+        folder = realistic(root / name, 60, 24, method=name, lift=lift, search=True, new=4)
+        write_report(folder)
     realistic(root / "doomed", 10, 8)
     realistic(root / "other-version", 10, 8, format=9)
     assert small_run(root / "digits", 6).wait(120) == 0
@@ -275,6 +277,14 @@ def test_the_report_works_from_a_file(tab: Any, shelf: Path) -> None:
     shoot(tab, "report-client")
     pdf = tab.pdf(path=str(SHOTS / "report.pdf"))
     assert pdf.startswith(b"%PDF")
+    tab.goto((shelf / "alpha" / "report.html").as_uri())
+    tab.emulate_media(media="print")
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    names = tab.locator("#clients th[scope=row]", has_text="hospital")
+    assert all(names.nth(i).is_visible() for i in (0, 30, 59)), "on paper every client has a line"
+    assert not tab.locator("#clients .grid").is_visible()
+    tab.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert tab.locator("details[open]").count() == 0
 
 
 def test_a_thousand_clients_scroll(tab: Any, address: str, shelf: Path) -> None:
@@ -332,6 +342,35 @@ def test_the_page_of_a_comparison_works_from_a_file(tab: Any, shelf: Path, tmp_p
     unnamed = "all => all.filter(s => !s.labels[0]?.innerText && !s.labels[0]?.textContent.trim()).length"
     assert tab.eval_on_selector_all("select", unnamed) == 0
     shoot(tab, "comparison")
+
+
+def test_one_architecture_is_no_map_and_what_was_not_sent_has_no_colour(tab: Any, address: str, shelf: Path) -> None:
+    folder = realistic(shelf / "same", 8, 8, search=True)
+    table = re.sub(r"personal_arch,.*", "personal_arch,0-1-2-1", (folder / "events.csv").read_text())
+    (folder / "events.csv").write_text(table)
+    tab.goto(f"{address}#/run/same/archs")
+    tab.wait_for_selector("text=8 clients keep one and the same architecture")
+    tab.wait_for_selector('[data-figure="same-policies-round-8"] image')
+    assert tab.locator('[data-figure="same-atlas"]').count() == 0, "equal points have no places"
+    sent = {int(row.split(",")[1]) for row in table.splitlines() if ",arch," in row and row.startswith("1,")}
+    slider = tab.locator('input[type="range"]')
+    slider.focus()
+    tab.keyboard.press("Home")
+    tab.wait_for_selector('[data-figure="same-policies-round-1"] image')
+    tab.wait_for_timeout(500)
+    pixels = tab.evaluate(
+        """async () => {
+          const image = new Image();
+          image.src = document.querySelector('[data-figure="same-policies-round-1"] image').getAttribute("href");
+          await image.decode();
+          const canvas = document.createElement("canvas");
+          [canvas.width, canvas.height] = [image.width, image.height];
+          const brush = canvas.getContext("2d", {willReadFrequently: true});
+          brush.drawImage(image, 0, 0);
+          return [...Array(image.height).keys()].map(y => [...brush.getImageData(0, y, 1, 1).data]);
+        }"""
+    )
+    assert sum(alpha == 255 for *_, alpha in pixels) == len(sent) < 8
 
 
 def test_nobody_is_missing_from_the_pictures(tab: Any, address: str, shelf: Path) -> None:

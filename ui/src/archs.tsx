@@ -4,8 +4,8 @@ import * as Plot from "@observablehq/plot";
 import { cellGraph, cells, cut, dots, headline, lines, panels, pixels, short, whole } from "./charts";
 import { type Archs as Data, type Clients, type Devices, type Gain, type Overview, frozen, useView } from "./data";
 import { Figure } from "./figure";
-import { blue, classColour, colourOf, count, optionColour, percent, pole, quantile, size } from "./format";
-import { Choose, href, mainClass } from "./parts";
+import { blue, classColour, colourOf, count, flop, optionColour, percent, pole, quantile, size } from "./format";
+import { Choose, href, mainClass, people } from "./parts";
 import { Policies } from "./policy";
 
 export function Archs({ run, data, archs, devices }: { run: Overview; data: Clients; archs: Data | null; devices: Devices | null }) {
@@ -16,9 +16,9 @@ export function Archs({ run, data, archs, devices }: { run: Overview; data: Clie
   const who = archs.clients.map((c) => [String(c), data.name[c]!] as [string, string]);
   return (
     <>
-      <p>{archs.clients.length} clients {archs.kept ? "keep" : "were last sent"} {archs.distinct} different architecture{archs.distinct === 1 ? "" : "s"} of <b>{run.network}</b>, a space of {archs.dimensions.length} choices.{archs.odd.length > 0 && ` ${archs.odd.length} do not fit the space and are left out.`}</p>
+      <p>{people(archs.clients.length)} {archs.kept ? "keep" : "were last sent"} {archs.distinct === 1 ? "one and the same architecture" : `${archs.distinct} different architectures`} of <b>{run.network}</b>, a space of {archs.dimensions.length} choices.{archs.odd.length > 0 && ` ${archs.odd.length} do not fit the space and are left out.`}</p>
       <div class="figures">
-        {archs.xy && <Atlas run={run} data={data} archs={archs} devices={devices} />}
+        {archs.xy && archs.distinct > 1 && <Atlas run={run} data={data} archs={archs} devices={devices} />}
         {archs.frames && <Policies run={run} archs={archs} data={data} />}
       </div>
       {archs.clients.length > 0 && <div class="controls"><Choose label="In the pictures below, mark" value={client} options={[["", "nobody"], ...who]} set={setClient} /></div>}
@@ -196,14 +196,14 @@ function Memory({ run, data, devices }: { run: Overview; data: Clients; devices:
   const [which, setWhich] = useState("");
   const q = which || (quantities.includes("memory") ? "memory" : quantities[0]);
   if (!q) return null;
-  const say = (v: number) => (q === "memory" || q === "bytes" ? size(v) : q === "seconds" ? `${short(v)} s` : count(v));
+  const say = (v: number) => (q === "memory" || q === "bytes" ? size(v) : q === "seconds" ? `${short(v)} s` : q === "flops" ? flop(v) : count(v));
   const all = data.name.flatMap((name, c) => {
     const limit = devices.limits[q]![c], used = devices.used[q]?.[c];
     return limit == null || used == null ? [] : [{ x: limit, y: used, client: c, fill: used > limit ? "var(--red)" : "var(--blue)", symbol: used > limit ? "diamond" : "circle", title: `${name} (${devices.device[c]})\nneeds ${say(used)} of ${say(limit)}, ${percent(used / limit, used / limit < 0.01 ? 3 : 1)}` }];
   });
   const top = Math.max(...all.map((d) => d.y)), base = Math.min(...all.map((d) => d.x)), near = top > base / 3;
   return (
-    <Figure title={`${q[0]!.toUpperCase()}${q.slice(1)} against budget`} file={`${run.name}-budget-${q}`} at={{ run: run.name, round: run.round, seed: run.seed }} deps={[data, devices, q]} onPick={(d) => { location.hash = href(run.id, "clients", String(d.client)); }}
+    <Figure title={`${q === "flops" ? "FLOPs" : `${q[0]!.toUpperCase()}${q.slice(1)}`} against budget`} file={`${run.name}-budget-${q}`} at={{ run: run.name, round: run.round, seed: run.seed }} deps={[data, devices, q]} onPick={(d) => { location.hash = href(run.id, "clients", String(d.client)); }}
       caption={`What ${q === "memory" ? "training " : ""}each client’s network needs, against what its device affords${devices.hard ? " (a hard limit)" : ""}.${near ? " The line is all of the budget." : " All networks are far below it."}`}
       rows={() => all.map((d) => ({ client: d.client, name: data.name[d.client], device: devices.device[d.client], limit: d.x, needs: d.y }))}
       draw={(width) => dots(all, { width, xLabel: "budget →", yLabel: "↑ needed", xFormat: say, yFormat: say, diagonal: near, marginLeft: 62 })}>

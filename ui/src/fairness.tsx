@@ -1,11 +1,11 @@
 // Who fares how, and what it costs.
 import { useState } from "preact/hooks";
 import * as Plot from "@observablehq/plot";
-import { type Dot, dots, histogram, lines, short } from "./charts";
+import { type Dot, dots, histogram, lines, short, whole } from "./charts";
 import type { Clients, Costs, Curve, Overview } from "./data";
 import { Figure } from "./figure";
 import { count, duration, percent, quantile, size } from "./format";
-import { Choose, Tile, href, points, worstClients } from "./parts";
+import { Choose, Tile, href, people, points, worstClients } from "./parts";
 
 export const axes = {
   bytes: { title: "traffic", of: (c: Costs) => c.down.map((v, i) => v + c.up[i]!), say: size },
@@ -46,15 +46,15 @@ export function Fairness({ run, data }: { run: Overview; data: Clients }) {
   return (
     <>
       <div class="tiles">
-        <Tile kind="personal" name={`mean, ${data.split}, round ${data.round}`} value={percent(mean)} more={`${known.length} clients count the same`} />
-        <Tile kind="low" name="worst decile" value={percent(tail.reduce((s, d) => s + d.v, 0) / tail.length)} more={`mean of the ${tail.length} worst`} />
+        <Tile kind="personal" name={`mean, ${data.split}, round ${data.round}`} value={percent(mean)} more={`${people(known.length)}, each counts the same`} />
+        <Tile kind="low" name="worst decile" value={percent(tail.reduce((s, d) => s + d.v, 0) / tail.length)} more={tail.length === 1 ? "the lowest client" : `mean of the ${tail.length} lowest`} />
         <Tile name="10 % · median · 90 %" value={<span class="smaller">{percent(q(0.1), 0)} · {percent(q(0.5), 0)} · {percent(q(0.9), 0)}</span>} more={`from ${percent(known[0]!.v)} to ${percent(known.at(-1)!.v)}`} />
         {gains.length > 0 && <Tile name="better off than with the global model" value={`${better} of ${gains.length}`} more={`${same ? `${same} the same, ` : ""}median ${points(quantile(grown, 0.5))} points`} />}
       </div>
       <div class="figures">
         <Figure wide title="Accuracy, client by client" file={`${run.name}-fairness`} at={at} deps={[data]} rows={table} onPick={pick} caption="Lowest first; the worst decile is shaded, the line is the mean."
           keys={[["personal", "var(--blue)", "dot"], ["personal, worst decile", "var(--red)", "diamond"], ...(ring.length ? [["global, same client", "var(--orange)", "ring"] as [string, string, string]] : [])]}
-          draw={(width) => dots(sorted, { width, height: 260, share: true, xLabel: "clients, sorted →", extra: [
+          draw={(width) => dots(sorted, { width, height: 260, share: true, xLabel: "clients, sorted →", xFormat: whole, extra: [
             Plot.rectX([0], { x1: 0.5, x2: tail.length + 0.5, fill: "var(--red)", fillOpacity: 0.08 }), Plot.ruleY([mean], { stroke: "var(--blue)", strokeDasharray: "5 4", strokeOpacity: 0.7 }),
             ...(ring.length ? [Plot.dot(ring, { x: "x", y: "y", r: known.length > 300 ? 1.6 : 3.4, stroke: "var(--orange)", fill: "none", symbol: "circle" } as any)] : []),
           ] })} />
@@ -62,7 +62,7 @@ export function Fairness({ run, data }: { run: Overview; data: Clients }) {
         {gains.some((g) => g.v !== 0) && <Figure title="Gain over the global model" file={`${run.name}-gain-over-global`} at={at} deps={[data]} caption={`${better} of ${gains.length} clients fare better with their own network${same ? `, ${same} the same` : ""}.`} keys={[["better", "var(--blue)", "square"], ...(same ? [["the same", "var(--grey)", "square"] as [string, string, string]] : []), ["worse", "var(--red)", "square"]]} rows={() => gains.map((g) => ({ client: g.c, name: data.name[g.c], gain: g.v }))}
           draw={(width) => histogram(gains.map((g) => ({ value: 100 * g.v, fill: g.v > 0 ? "var(--blue)" : g.v < 0 ? "var(--red)" : "var(--grey)" })), { width, bins: Array.from({ length: 21 }, (_, i) => 10 * reach * (i - 10)), mark: [0], xLabel: "personal − global, percentage points" })} />}
         {sizes.length > 0 && <Figure title="Accuracy against data" file={`${run.name}-samples`} at={at} deps={[data]} rows={table} onPick={pick} caption="Each dot is a client."
-          draw={(width) => dots(sizes.map((d) => ({ x: data.samples[d.c]!, y: d.v, client: d.c, fill: worst.has(d.c) ? "var(--red)" : "var(--blue)", symbol: worst.has(d.c) ? "diamond" : "circle", r: known.length > 300 ? 2 : 4, title: `${data.name[d.c]}\n${count(data.samples[d.c])} images, ${percent(d.v)}` })), { width, share: true, log: spreadOut, xLabel: "training images →" })} />}
+          draw={(width) => dots(sizes.map((d) => ({ x: data.samples[d.c]!, y: d.v, client: d.c, fill: worst.has(d.c) ? "var(--red)" : "var(--blue)", symbol: worst.has(d.c) ? "diamond" : "circle", r: known.length > 300 ? 2 : 4, title: `${data.name[d.c]}\n${count(data.samples[d.c])} images, ${percent(d.v)}` })), { width, share: true, log: spreadOut, xLabel: "training images →", xFormat: (v) => (Number.isInteger(v) ? v.toLocaleString("en") : "") })} />}
         {curves.length > 0 && <Figure title="Accuracy against cost" file={`${run.name}-accuracy-against-${axis}`} at={{ run: run.name, split: "val", seed: run.seed }} deps={[run, axis]} keys={curves.map((c) => [c.label, c.colour, c.dash])} caption={`Validation accuracy by what all rounds had taken until then.${axis === "measured" ? ` Measured on ${run.device}.` : ""}`}
           rows={() => curves.flatMap((c) => c.rounds.map((round, i) => ({ kind: c.label, round, [axis]: c.x[i], accuracy: c.y[i] })))} draw={(width) => lines(curves, { width, share: true, xLabel: `${axes[axis].title} →`, xFormat: axes[axis].say })}>
           <Choose label="cost" hidden value={axis} options={axisOptions(run.device.startsWith("cuda"))} set={setAxis} />

@@ -103,14 +103,14 @@ export function saveSvg(place: HTMLElement, file: string): void {
   const words = [...(keys?.querySelectorAll("li span") ?? [])];
   const boxes = [...parts, ...words].map((one) => one.getBoundingClientRect());
   const left = Math.min(...boxes.map((b) => b.left)), top = Math.min(...boxes.map((b) => b.top));
-  const width = Math.max(...boxes.map((b) => b.right)) - left, height = Math.max(...boxes.map((b) => b.bottom)) - top;
+  const width = Math.max(...boxes.map((b) => b.right)) - left, height = Math.max(...boxes.map((b) => b.bottom)) - top, edge = 6;
   const whole = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   for (const [name, value] of Object.entries({
-    xmlns: "http://www.w3.org/2000/svg", "xmlns:xlink": "http://www.w3.org/1999/xlink", viewBox: `0 0 ${width} ${height}`, width, height, color: colour("--ink"),
+    xmlns: "http://www.w3.org/2000/svg", "xmlns:xlink": "http://www.w3.org/1999/xlink", viewBox: `${-edge} ${-edge} ${width + 2 * edge} ${height + 2 * edge}`, width: width + 2 * edge, height: height + 2 * edge, color: colour("--ink"),
     "font-family": "system-ui, sans-serif", "font-size": 11,
   })) whole.setAttribute(name, String(value));
   const back = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-  for (const [name, value] of Object.entries({ width: "100%", height: "100%", fill: colour("--paper") })) back.setAttribute(name, value);
+  for (const [name, value] of Object.entries({ x: String(-edge), y: String(-edge), width: "100%", height: "100%", fill: colour("--paper") })) back.setAttribute(name, value);
   whole.append(back);
   parts.forEach((svg, i) => {
     const copy = svg.cloneNode(true) as SVGSVGElement;

@@ -115,5 +115,11 @@ window.addEventListener("keydown", (event) => {
   if (event.key === "/" && !(event.target as HTMLElement).closest("input, select, textarea")) { const box = document.getElementById("search"); if (box) { event.preventDefault(); box.focus(); } }
 });
 try { const kept = localStorage.getItem("fedtailor-theme"); if (kept) document.documentElement.dataset.theme = kept; } catch { /* as above */ }
-if (frozen) frozenParts();
-else render(<App />, document.getElementById("app")!);
+if (frozen) {
+  frozenParts();
+  // on paper nothing can be unfolded: what is folded is printed too
+  const folded = () => document.querySelectorAll<HTMLDetailsElement>("details:not([open])");
+  let opened: HTMLDetailsElement[] = [];
+  window.addEventListener("beforeprint", () => { opened = [...folded()]; for (const one of opened) one.open = true; });
+  window.addEventListener("afterprint", () => { for (const one of opened) one.open = false; });
+} else render(<App />, document.getElementById("app")!);

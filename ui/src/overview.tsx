@@ -2,7 +2,7 @@ import { type Line, bars, lines, short } from "./charts";
 import type { Clients, Overview as Data } from "./data";
 import { Figure } from "./figure";
 import { count, duration, flop, percent, size } from "./format";
-import { Tile, href } from "./parts";
+import { Tile, href, people } from "./parts";
 
 const kinds = { personal: ["personal", "var(--blue)", ""], global: ["global", "var(--orange)", "6 3"], new: ["new clients", "var(--green)", "2 3"] } as const;
 
@@ -12,7 +12,7 @@ export function Headline({ run }: { run: Data }) {
     <div class="tiles">
       {(Object.keys(kinds) as (keyof typeof kinds)[]).map((kind) => {
         const s = run.spreads[kind];
-        return s && <Tile kind={kind} name={`${kinds[kind][0]} accuracy, ${run.split}, round ${run.round}`} value={percent(s.mean)} more={<>worst decile {percent(s.worst_decile)} · std over clients {percent(s.std)} · {s.n} clients<br /><span class="quiet">{meaning[kind]}</span></>} />;
+        return s && <Tile kind={kind} name={`${kinds[kind][0]} accuracy, ${run.split}, round ${run.round}`} value={percent(s.mean)} more={<>worst decile {percent(s.worst_decile)} · std over clients {percent(s.std)} · {people(s.n)}<br /><span class="quiet">{meaning[kind]}</span></>} />;
       })}
     </div>
   );

@@ -104,5 +104,6 @@ export function mainClass(counts: number[]): number {
   return counts.indexOf(Math.max(...counts));
 }
 
+export const people = (n: number) => `${n} client${n === 1 ? "" : "s"}`;
 export const points = (value: number) => (value ? `${value > 0 ? "+" : "−"}${Math.abs(100 * value).toFixed(1)}` : "0.0");
 export { percent };
