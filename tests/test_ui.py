@@ -301,6 +301,19 @@ def test_runs_of_several_seeds_are_one_row_of_a_comparison(tmp_path: Path) -> No
     assert "Choose" in get(page, "compare")["error"]
 
 
+def test_a_server_begun_anew_knows_nothing_of_earlier_versions(tmp_path: Path) -> None:
+    realistic(tmp_path / "r", 10, 4)
+    answers = []
+    for lift in (0.0, 0.1):  # another run takes the first one's place while no server runs
+        shutil.rmtree(tmp_path / "r")
+        realistic(tmp_path / "r", 10, 4, lift=lift)
+        page = TestClient(application(tmp_path), base_url="http://127.0.0.1")
+        seen = {"If-None-Match": answers[-1].headers["ETag"]} if answers else {}
+        answers.append(page.get("/api/overview", params={"run": "r"}, headers=seen))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].json()["personal"] < answers[1].json()["personal"]
+
+
 def test_gain_appears_once_it_was_measured(tmp_path: Path) -> None:
     run = Results.read(realistic(tmp_path / "r", 10, 4))
     assert views.gain(run) is None

@@ -159,6 +159,11 @@ def test_clients_are_sorted_filtered_and_opened(tab: Any, address: str) -> None:
     tab.wait_for_function("name => document.querySelector('.client h2').innerText !== name", arg=name)
     tab.keyboard.press("Escape")
     tab.wait_for_selector(".grid-row")
+    assert tab.get_attribute('[aria-sort="descending"] button', "data-sort") == "personal", "as it was left"
+    assert tab.title() == "alpha · fedtailor"
+    tab.click(".top >> text=Runs")
+    tab.wait_for_selector("text=Compare")
+    assert tab.title() == "fedtailor"
 
 
 def test_one_client_of_a_real_run(tab: Any, address: str) -> None:

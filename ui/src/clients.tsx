@@ -9,13 +9,17 @@ import { Bar, Choose, Glyph, Mix, Spark, href, mainClass, points, worstClients }
 
 const HIGH = 34;
 type Show = "all" | "worst" | "working" | "held" | "gain" | "loss";
+/** How each run's table was left: who comes back from a client finds it so. */
+const left = new Map<string, { sort: { key: string; up: boolean }; text: string; show: Show; label: string }>();
 interface Column { key: string; title: string; wide: number; value: (c: number) => number | string | null; cell: (c: number) => any; right?: boolean; hint?: string }
 
 export function Clients({ run, data, archs, devices, open }: { run: Overview; data: Data; archs: Archs | null; devices: Devices | null; open: (client: number) => void }) {
-  const [sort, setSort] = useState({ key: "personal", up: true });
-  const [text, setText] = useState("");
-  const [show, setShow] = useState<Show>("all");
-  const [label, setLabel] = useState("");
+  const before = left.get(run.id) ?? { sort: { key: "personal", up: true }, text: "", show: "all", label: "" };
+  const [sort, setSort] = useState(before.sort);
+  const [text, setText] = useState(before.text);
+  const [show, setShow] = useState<Show>(before.show === "working" ? "all" : before.show);
+  const [label, setLabel] = useState(before.label);
+  left.set(run.id, { sort, text, show, label });
   const worst = useMemo(() => worstClients(data), [data]);
   const busy = useMemo(() => new Set(run.status === "running" ? run.now?.clients ?? [] : []), [run]);
   const choices = useMemo(() => new Map(archs?.clients.map((c, i) => [c, archs.choices[i]!]) ?? []), [archs]);

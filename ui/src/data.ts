@@ -142,20 +142,21 @@ export function useView<T>(view: string, params: Params, every = 0, ready = true
 
 /** Several views of one kind, for runs side by side. */
 export function useMany<T>(view: string, runs: string[], every = 0): (T | null)[] {
-  const [found, set] = useState<(T | null)[]>(runs.map(() => null));
+  const name = runs.join("\n");
+  const [state, set] = useState<{ name: string; found: (T | null)[] }>({ name, found: [] });
   useEffect(() => {
     let timer = 0, over = false;
     const go = async () => {
       const all = await Promise.allSettled(runs.map((run) => ask(view, { run })));
       if (over) return;
-      set(all.map((one) => (one.status === "fulfilled" ? (one.value.data as T) : null)));
+      set({ name, found: all.map((one) => (one.status === "fulfilled" ? (one.value.data as T) : null)) });
       const wait = Math.max(every, ...all.map((one) => (one.status === "fulfilled" ? one.value.wait : 2)));
       if (every) timer = window.setTimeout(go, 1000 * wait);
     };
     void go();
     return () => { over = true; clearTimeout(timer); };
-  }, [view, runs.join("\n"), every]);
-  return found.length === runs.length ? found : runs.map(() => null);
+  }, [view, name, every]);
+  return state.name === name && state.found.length ? state.found : runs.map(() => null);
 }
 
 export interface Where { run: string; round?: number | null; split?: string; seed?: number | null }

@@ -38,6 +38,7 @@ function App() {
   const path = useHash();
   const where = path.join("/");
   useEffect(() => { window.scrollTo(0, 0); }, [where]);
+  useEffect(() => { if (path[0] !== "run") document.title = path[0] === "compare" ? "Comparison · fedtailor" : "fedtailor"; }, [path[0]]);
   return (
     <>
       <a class="skip" href="#main" onClick={(e) => { e.preventDefault(); document.getElementById("main")!.focus(); }}>Skip to the content</a>

@@ -14,10 +14,15 @@ function bytes(frame: Frame): Uint8Array {
   return found;
 }
 const asked = new Map<string, Promise<Frame | null>>();
-/** A frame, asked for once: a round that is over does not change. */
-function once(run: string, round: number): Promise<Frame | null> {
-  const name = `${run} ${round}`;
-  if (!asked.has(name)) asked.set(name, fetch(`api/policy?run=${encodeURIComponent(run)}&round=${round}`).then((r) => (r.ok ? r.json() : null)).catch(() => null));
+/** A frame, asked for once: a round that is over does not change, unless another run takes the folder's place. */
+function once(run: Overview, round: number): Promise<Frame | null> {
+  const name = `${run.id} ${run.created} ${round}`;
+  const fetched = async () => {
+    const found: Frame | null = await fetch(`api/policy?run=${encodeURIComponent(run.id)}&round=${round}`).then((r) => (r.ok ? r.json() : null)).catch(() => null);
+    if (!found) asked.delete(name);
+    return found;
+  };
+  if (!asked.has(name)) asked.set(name, fetched());
   return asked.get(name)!;
 }
 
@@ -78,9 +83,9 @@ export function ClientPolicy({ run, archs, client }: { run: Overview; archs: Arc
     let over = false;
     if (frozen) { set(rounds.map((r) => frozen![`policy&round=${r}`] as Frame).filter(Boolean)); return; }
     const chosen = rounds.length <= 30 ? rounds : Array.from({ length: 30 }, (_, i) => rounds[Math.round((i * (rounds.length - 1)) / 29)]!);
-    void Promise.all(chosen.map((round) => once(run.id, round))).then((found) => { if (!over) set(found.filter((f): f is Frame => f != null)); });
+    void Promise.all(chosen.map((round) => once(run, round))).then((found) => { if (!over) set(found.filter((f): f is Frame => f != null)); });
     return () => { over = true; };
-  }, [run.id, rounds.length]);
+  }, [run.id, run.created, rounds.length]);
   const mine = frames.filter((f) => client < f.clients);
   if (!archs || mine.length < 2) return null;
   const begin = starts(archs), wide = all(archs);

@@ -147,13 +147,13 @@ async def _static(request: Request) -> Response:
 Work = Callable[[], Any]
 
 
-async def _answer(request: Request, version: Callable[[], str], work: Work) -> Response:
+async def _answer(shelf: Shelf, request: Request, version: Callable[[], str], work: Work) -> Response:
     """JSON, or 304 where the browser has it already. That a run cannot be read is an answer: {"error": why}."""
     known = request.headers.get("if-none-match")
 
     def answer() -> Response:
         began = time.thread_time()
-        tag = f'"{version()}"'
+        tag = f'"{shelf.born}-{version()}"'
         if known == tag:
             return Response(status_code=304, headers={"ETag": tag, **_wait(began)})
         found = _json(work(), 200)
@@ -181,9 +181,8 @@ def _json(found: Any, status: int) -> Response:
 
 
 async def _runs(shelf: Shelf, request: Request) -> Response:
-    return await _answer(
-        request, lambda: f"{time.monotonic_ns()}", lambda: {"root": shelf.root.name, "runs": shelf.cards()}
-    )
+    told = lambda: {"root": shelf.root.name, "runs": shelf.cards()}  # noqa: E731
+    return await _answer(shelf, request, lambda: f"{time.monotonic_ns()}", told)
 
 
 def _read(shelf: Shelf, run: str) -> Results:
@@ -218,7 +217,7 @@ async def _compare(shelf: Shelf, request: Request) -> Response:
             raise UserError(" ".join(f"{name}: {text}" for name, text in problems) or "Choose runs to compare.")
         return {**views.comparison(compare(list(ids), order="given"), ids), "problems": problems}
 
-    return await _answer(request, lambda: "-".join(map(version, names)), work)
+    return await _answer(shelf, request, lambda: "-".join(map(version, names)), work)
 
 
 async def _view(shelf: Shelf, request: Request) -> Response:
@@ -252,4 +251,4 @@ async def _view(shelf: Shelf, request: Request) -> Response:
         follower = shelf.follower(name)
         return f"{follower.version}-{follower.status}-{view}-{whole('client')}-{whole('round')}"
 
-    return await _answer(request, version, work)
+    return await _answer(shelf, request, version, work)
