@@ -61,7 +61,7 @@ export function dots(points: Dot[], o: LineOptions & { xShare?: boolean; diagona
       ...(o.diagonal ? [Plot.line(span(points), { x: "v", y: "v", stroke: "currentColor", strokeOpacity: 0.5, strokeDasharray: "4 3" })] : []),
       ...(o.extra ?? []),
       Plot.dot(points, { x: "x", y: "y", fill: "fill", r: (p: Dot) => p.r ?? o.r ?? 3.5, fillOpacity: 0.78, symbol: ((p: Dot) => p.symbol ?? "circle") as any, stroke: (p: Dot) => p.stroke ?? "var(--paper)", strokeWidth: 0.6 } as any),
-      ...(o.names ? [Plot.text(points, { x: "x", y: "y", text: o.names as any, dy: -14, fontSize: 10, fill: "var(--soft)" })] : []),
+      ...(o.names ? [Plot.text(points, { x: "x", y: "y", text: o.names as any, dy: -14, fontSize: 10, fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 3 })] : []),
       Plot.dot(points, Plot.pointer({ x: "x", y: "y", r: 9, stroke: "currentColor", strokeWidth: 1.3, fill: "none" } as any)),
       Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: "title", fill: "var(--paper)", stroke: "var(--rule)" })),
     ],

@@ -108,8 +108,7 @@ def read_similarity(folder: Path) -> Similarity | None:
 
 def picture(found: Similarity) -> str:
     """All pairs as dots, with the mean in equal shares of them as a line, which Theorem 1 expects to rise; as SVG."""
-    order = np.argsort(found.labels, kind="stable")
-    parts = [part for part in np.array_split(order, BINS) if len(part)]
+    parts = equal_shares(found.labels)
     with drawing("similarity", HALF) as (_, (axes,), out):
         faint = float(np.clip(300 / len(found.pairs), 0.08, 0.6))
         axes.scatter(found.labels, found.policies, s=12, color=BLUE, alpha=faint, linewidth=0)
@@ -118,6 +117,13 @@ def picture(found: Similarity) -> str:
         axes.set_ylabel("similarity of policies")
         axes.grid()
     return out[0]
+
+
+def equal_shares(values: Floats) -> list[Ints]:
+    """Places of the values in shares of like size, from low to high; equal values stay together."""
+    edges = np.unique(np.quantile(values, np.linspace(0, 1, BINS + 1)[1:-1]))
+    share = np.searchsorted(edges, values, side="left")
+    return [part for k in range(len(edges) + 1) if len(part := np.flatnonzero(share == k))]
 
 
 def _shared_labels(frequencies: Floats) -> Floats:
