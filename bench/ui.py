@@ -157,7 +157,7 @@ def big(participants: int) -> None:
         print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         print(f"{CLIENTS} clients x {ROUNDS} rounds, {participants} each: {rows:,} rows, {megabytes:.0f} MB")
         with tab() as page:
-            for name, wanted in (("", '[data-figure="big-accuracy"] svg'), ("/clients", ".grid-row")):
+            for name, wanted in (("", '[data-figure="big-accuracy"] .drawing svg'), ("/clients", ".grid-row")):
                 with served(Path(place)) as (address, server):  # a server that has read nothing yet
                     before, began = cpu_seconds(server.pid), time.perf_counter()
                     page.goto(f"{address}#/run/big{name}")
@@ -257,7 +257,7 @@ def shots() -> None:
         assert fedtailor("demo", "--out", str(root / "demo")).wait() == 0
     with tab(1100, 1255) as page:
         page.goto((root / "demo" / "report.html").resolve().as_uri())
-        page.wait_for_selector('[data-figure="comparison-curves"] svg')
+        page.wait_for_selector('[data-figure="comparison-curves"] .drawing svg')
         page.wait_for_timeout(500)
         _small(page.screenshot(), assets / "demo.png")
 

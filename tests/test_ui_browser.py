@@ -122,7 +122,7 @@ def test_runs_are_listed_searched_and_compared(tab: Any, address: str) -> None:
         tab.check(f'input[aria-label="choose {name} to compare"]')
     tab.click("text=Compare 2")
     tab.wait_for_selector("text=Pareto front")
-    tab.wait_for_selector('[data-figure="compare-2-paired"] svg')
+    tab.wait_for_selector('[data-figure="compare-2-paired"] .drawing svg')
     assert "alpha" in tab.locator("tbody tr").first.inner_text()
     tab.locator('[data-figure="compare-2-pareto"] select').select_option("simulated")
     tab.wait_for_selector("text=simulated time →")
@@ -168,7 +168,7 @@ def test_clients_are_sorted_filtered_and_opened(tab: Any, address: str) -> None:
 
 def test_one_client_of_a_real_run(tab: Any, address: str) -> None:
     tab.goto(f"{address}#/run/digits/clients/3")
-    tab.wait_for_selector('[data-figure="digits-client-3-confusion"] svg')
+    tab.wait_for_selector('[data-figure="digits-client-3-confusion"] .drawing svg')
     tab.wait_for_selector(".shot img")
     tab.wait_for_selector(".drawn img")
     tab.wait_for_selector("text=weights in common")
@@ -229,7 +229,7 @@ def test_a_live_run_grows(tab: Any, address: str, shelf: Path) -> None:
         )
         assert tab.locator(".crowd .busy").count() == 5
         assert "Working now" in tab.inner_text("main")
-        tab.wait_for_selector('[data-figure="live-loss"] svg')
+        tab.wait_for_selector('[data-figure="live-loss"] .drawing svg')
         shoot(tab, "live")
     finally:
         run.kill()
@@ -261,7 +261,7 @@ def test_dark_and_narrow(tab: Any, address: str) -> None:
     tab.click('[aria-label="Dark colours"]')
     assert tab.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
     tab.reload()
-    tab.wait_for_selector('[data-figure="alpha-accuracy"] svg')
+    tab.wait_for_selector('[data-figure="alpha-accuracy"] .drawing svg')
     shoot(tab, "dark")
     tab.set_viewport_size({"width": 1024, "height": 700})
     tab.wait_for_timeout(300)
@@ -270,8 +270,8 @@ def test_dark_and_narrow(tab: Any, address: str) -> None:
 
 def test_the_report_works_from_a_file(tab: Any, shelf: Path) -> None:
     tab.goto((shelf / "digits" / "report.html").as_uri())
-    tab.wait_for_selector('[data-figure="digits-accuracy"] svg')
-    tab.wait_for_selector('[data-figure="digits-partition"] svg')
+    tab.wait_for_selector('[data-figure="digits-accuracy"] .drawing svg')
+    tab.wait_for_selector('[data-figure="digits-partition"] .drawing svg')
     assert tab.locator("figure svg").count() >= 12
     shoot(tab, "report")
     rows = saved(tab, "digits-loss", "CSV").splitlines()
@@ -313,7 +313,7 @@ def test_seeds_share_a_row_and_pairs_share_a_seed(tab: Any, browser: Any, addres
     realistic(shelf / "half", 20, 20, method="half", status="stopped")
     runs = [f"grid%2F{name}" for name in ("one-0", "one-1", "two-1", "two-0")]
     tab.goto(f"{address}#/compare/{'/'.join(runs)}/half")
-    tab.wait_for_selector('[data-figure="compare-5-paired"] svg')
+    tab.wait_for_selector('[data-figure="compare-5-paired"] .drawing svg')
     assert tab.locator("main > .tablewrap tbody tr").count() == 3
     assert "± " in tab.locator("main > .tablewrap tbody tr").first.inner_text()
     pairs = [row.split(",") for row in saved(tab, "compare-5-paired", "CSV").splitlines()]
@@ -328,6 +328,13 @@ def test_seeds_share_a_row_and_pairs_share_a_seed(tab: Any, browser: Any, addres
     ]
     assert {"one", "two", "half (val, round 12)"} <= set(words), "a saved picture has its key"
     assert any("better" in word for word in re.findall(r">([^<]+)</text>", saved(tab, "compare-5-paired", "SVG")))
+    tab.evaluate("document.querySelector('[data-figure=compare-5-curves] .drawing svg').dataset.mark = 'here'")
+    for _ in range(10):  # the page has asked for all five again, twice
+        tab.wait_for_event("response", lambda answer: "api/overview" in answer.url, timeout=60_000)
+    tab.wait_for_timeout(500)
+    assert tab.locator("[data-figure=compare-5-curves] svg[data-mark]").count() == 1, (
+        "nothing changed: nothing is redrawn"
+    )
     shoot(tab, "compare-seeds")
 
 
@@ -337,7 +344,7 @@ def test_the_page_of_a_comparison_works_from_a_file(tab: Any, shelf: Path, tmp_p
         fedtailor("compare", *map(str, runs), "--html", str(tmp_path / "c.html"), stdout=subprocess.DEVNULL).wait() == 0
     )
     tab.goto((tmp_path / "c.html").as_uri())
-    tab.wait_for_selector('[data-figure="comparison-paired"] svg')
+    tab.wait_for_selector('[data-figure="comparison-paired"] .drawing svg')
     marks = tab.eval_on_selector_all(
         '[data-figure="comparison-curves"] .keys path',
         "marks => marks.map(m => m.getAttribute('stroke') + m.getAttribute('stroke-dasharray'))",
@@ -380,7 +387,7 @@ def test_one_architecture_is_no_map_and_what_was_not_sent_has_no_colour(tab: Any
 
 def test_nobody_is_missing_from_the_pictures(tab: Any, address: str, shelf: Path) -> None:
     tab.goto(f"{address}#/run/alpha/fairness")
-    tab.wait_for_selector('[data-figure="alpha-gain-over-global"] svg')
+    tab.wait_for_selector('[data-figure="alpha-gain-over-global"] .drawing svg')
     for figure in ("alpha-distribution", "alpha-gain-over-global"):
         tall = tab.eval_on_selector_all(
             f'[data-figure="{figure}"] g[aria-label="rect"] rect', "bars => bars.map(b => b.height.baseVal.value)"

@@ -1,4 +1,5 @@
 // Several runs side by side; those that differ only in the seed are one row.
+import { useMemo } from "preact/hooks";
 import { type Clients, type Compared, type Comparison, type Overview, useMany, useView } from "./data";
 import { type Axis, axes } from "./fairness";
 import { Mark, saveCsv } from "./figure";
@@ -17,7 +18,8 @@ export function Compare({ runs }: { runs: string[] }) {
   const found = useView<Comparison>("compare", { run: runs }, 2);
   const overviews = useMany<Overview>("overview", runs, 2), people = useMany<Clients>("clients", runs, 5);
   const known = <T,>(all: (T | null)[]) => new Map(runs.flatMap((run, i) => (all[i] ? [[run, all[i]!] as [string, T]] : [])));
-  const told = found.data ? tell(found.data, known(overviews), known(people)) : [];
+  // pictures are drawn anew when something has changed, and not under the pointer of who reads them
+  const told = useMemo(() => (found.data ? tell(found.data, known(overviews), known(people)) : []), [found.data, ...overviews, ...people]);
   const one = told.length < runs.length && told.some(({ runs }) => runs.length > 1), file = `compare-${runs.length}`;
   return (
     <>

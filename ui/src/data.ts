@@ -149,7 +149,8 @@ export function useMany<T>(view: string, runs: string[], every = 0): (T | null)[
     const go = async () => {
       const all = await Promise.allSettled(runs.map((run) => ask(view, { run })));
       if (over) return;
-      set({ name, found: all.map((one) => (one.status === "fulfilled" ? (one.value.data as T) : null)) });
+      const found = all.map((one) => (one.status === "fulfilled" ? (one.value.data as T) : null));
+      set((old) => (old.name === name && old.found.length && found.every((one, i) => one === old.found[i]) ? old : { name, found }));
       const wait = Math.max(every, ...all.map((one) => (one.status === "fulfilled" ? one.value.wait : 2)));
       if (every) timer = window.setTimeout(go, 1000 * wait);
     };
