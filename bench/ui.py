@@ -3,7 +3,7 @@
     python bench/ui.py big    a run folder of that size (its values are made up, its format is real): time until the
                               page can be used, sorting, scrolling, size of the report
     python bench/ui.py watch  a real run, watched in a browser: what the run spends on being watched, and the server
-    python bench/ui.py shots  the pictures of README and docs, from real runs (docs/assets/ui-*.png)
+    python bench/ui.py shots  the pictures of README and docs, from real runs (docs/assets/demo.png and ui-*.png)
 
 Needs the extras `ui` and `report`, playwright and Chromium.
 """
@@ -157,7 +157,7 @@ def big(participants: int) -> None:
         print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         print(f"{CLIENTS} clients x {ROUNDS} rounds, {participants} each: {rows:,} rows, {megabytes:.0f} MB")
         with tab() as page:
-            for name, wanted in (("", '[data-figure="big-accuracy"] svg'), ("/clients", ".grid-row")):
+            for name, wanted in (("", '[data-figure="big-accuracy"] .drawing svg'), ("/clients", ".grid-row")):
                 with served(Path(place)) as (address, server):  # a server that has read nothing yet
                     before, began = cpu_seconds(server.pid), time.perf_counter()
                     page.goto(f"{address}#/run/big{name}")
@@ -253,6 +253,13 @@ def shots() -> None:
             page.wait_for_selector(wanted, timeout=60_000)
             page.wait_for_timeout(1500)
             _small(page.screenshot(), assets / f"{name}.png")
+    if not (root / "demo" / "report.html").is_file():
+        assert fedtailor("demo", "--out", str(root / "demo")).wait() == 0
+    with tab(1100, 1255) as page:
+        page.goto((root / "demo" / "report.html").resolve().as_uri())
+        page.wait_for_selector('[data-figure="comparison-curves"] .drawing svg')
+        page.wait_for_timeout(500)
+        _small(page.screenshot(), assets / "demo.png")
 
 
 def _small(png: bytes, path: Path) -> None:

@@ -67,6 +67,14 @@ def test_resolved_config_reads_back_the_same() -> None:
         assert again.to_toml() == config.to_toml()
 
 
+def test_what_a_preset_or_method_is_for_is_a_whole_sentence() -> None:
+    """`fedtailor list` shows one line, so nothing may go on in the second."""
+    from fedtailor.cli.listing import describe
+
+    cut = [name for kind in ("presets", "methods") for name, text in describe(kind).items() if text[-1] not in ".?)"]
+    assert not cut
+
+
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no configuration file"):
         load(tmp_path / "none.toml")

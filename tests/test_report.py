@@ -22,6 +22,7 @@ from fedtailor.errors import UserError
 from fedtailor.report import words
 from fedtailor.report.archs import parse
 from fedtailor.report.html import write_comparison, write_report
+from fedtailor.report.similarity import similarity_svg
 from fedtailor.runs.compare import compare
 from fedtailor.runs.results import Results, duration
 from fedtailor.ui.freeze import STATIC
@@ -205,17 +206,17 @@ def test_comparison_page(tmp_path: Path) -> None:
     runs.append(realistic(tmp_path / "c", 12, 8, method="c", partition_hash="b" * 64))
     page = Page(write_comparison(runs, tmp_path / "c.html"))
     page.check()
-    for part in (
-        "Unfair:",
-        "partition",
-        "std over clients",
-        "std over seeds",
-        "clients better off",
-        "method.name",
-        "±",
-    ):
+    for part in ("Unfair:", "partition", "std over clients", "std over seeds", "method.name", "±"):
         assert part in page.source
-    assert "Not paired, for want of the same partition and split: c." in page.source
+    views = carried(page)
+    rows = {row["label"]: row for row in views["compare"]["rows"]}
+    assert [len(rows[label]["runs"]) for label in "abc"] == [2, 2, 1]
+    means = [Results.read(run).spreads["personal"].mean for run in runs[:2]]
+    assert rows["a"]["personal_mean"] == pytest.approx(sum(means) / 2, rel=1e-5)
+    assert rows["a"]["personal_std_over_seeds"] == pytest.approx(abs(means[0] - means[1]) / 2**0.5, rel=1e-5)
+    for row in rows.values():  # what the pictures need of every run, and nothing that only the page of a run shows
+        assert all(run["id"] in views["overviews"] for run in row["runs"])
+        assert all(views["people"][run["id"]].keys() == {"split", "name", "personal", "held"} for run in row["runs"])
     compare(runs).to_html(tmp_path / "same.html")
     assert (tmp_path / "same.html").read_text() == page.source
 
@@ -236,9 +237,15 @@ def _compare_one(folder: Path, out: Path) -> Path:
     return write_comparison([folder], out)
 
 
-@pytest.mark.parametrize(("missing", "write"), [("jinja2", write_report), ("matplotlib", _compare_one)])
+def _policies(*_: Path) -> str:
+    return similarity_svg([[1, 0], [0, 1], [1, 1]], [[[0.5, 0.5]] * 3])
+
+
+@pytest.mark.parametrize(
+    ("missing", "write"), [("jinja2", write_report), ("jinja2", _compare_one), ("matplotlib", _policies)]
+)
 def test_missing_extras_are_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, write: Callable[[Path, Path], Path]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, write: Callable[[Path, Path], object]
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == missing]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -265,6 +272,11 @@ def test_words() -> None:
         ("arXiv:2103.00710", "https://arxiv.org/abs/2103.00710"),
         (".", None),
     ]
+
+
+def test_one_client_is_one_client(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", evaluation(2, "test", personal={0: 0.5}), facts(1), config(1))
+    assert "split over 1 client (" in words.sentence(Results.read(run))
 
 
 def test_the_sentence(tmp_path: Path) -> None:

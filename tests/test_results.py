@@ -13,7 +13,7 @@ from rich.console import Console
 from fedtailor.errors import UserError
 from fedtailor.runs.compare import compare, identical
 from fedtailor.runs.results import Results, spread
-from synthetic_run import HEADER, config, evaluation, facts, write_run
+from synthetic_run import HEADER, config, evaluation, facts, realistic, write_run
 
 # Round 1 is better than round 2 for everybody: whoever picks a best round is found out.
 EVENTS = [
@@ -275,6 +275,13 @@ def test_labels_tell_rows_of_one_method_apart(tmp_path: Path) -> None:
     slow, fast = (final(tmp_path / str(lr), toml=config(2, lr=lr)) for lr in (0.1, 0.5))
     assert {row.label for row in compare([slow, fast]).rows} == {"fedavg, local.lr 0.1", "fedavg, local.lr 0.5"}
     assert compare([slow, fast]).differing() == {"local.lr": ["0.1", "0.5"]}
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [realistic(tmp_path / place / "same", 6, 4, lift=lift) for place, lift in (("x", 0), ("y", 0.1))]
+    found = compare(runs, order="given")
+    assert [row.label for row in found.rows] == ["fedavg (x/same)", "fedavg (y/same)"]
+    assert found.notes == ("x/same and y/same have the same settings and seed but not the same events.",)
 
 
 def test_csv_round_trip(tmp_path: Path) -> None:

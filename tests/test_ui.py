@@ -285,6 +285,35 @@ def test_comparison_flags_what_is_unfair(page: TestClient) -> None:
     assert [row["method"] for row in found["rows"]] == ["fedavg", "tailor"]
 
 
+def test_runs_of_several_seeds_are_one_row_of_a_comparison(tmp_path: Path) -> None:
+    for method, seed in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
+        realistic(tmp_path / f"{method}{seed}", 10, 4, seed, method, partition_hash=str(seed) * 64)
+    page = TestClient(application(tmp_path), base_url="http://127.0.0.1")
+    found = get(page, "compare", run=["a0", "b0", "b1", "a1", "nosuch"])
+    assert [[run["id"] for run in row["runs"]] for row in found["rows"]] == [["a0", "a1"], ["b0", "b1"]]
+    assert [run["partition"][0] for run in found["rows"][1]["runs"]] == ["0", "1"]
+    spreads = [Results.read(tmp_path / name).spreads["personal"] for name in ("b0", "b1")]
+    means = [spread.mean for spread in spreads if spread]
+    assert found["rows"][1]["personal_mean"] == pytest.approx(np.mean(means), rel=1e-5)
+    assert found["rows"][1]["personal_std_over_seeds"] == pytest.approx(np.std(means, ddof=1), rel=1e-5)
+    assert [name for name, _ in found["problems"]] == ["nosuch"]
+    assert "nosuch" in get(page, "compare", run=["nosuch"])["error"]
+    assert "Choose" in get(page, "compare")["error"]
+
+
+def test_a_server_begun_anew_knows_nothing_of_earlier_versions(tmp_path: Path) -> None:
+    realistic(tmp_path / "r", 10, 4)
+    answers = []
+    for lift in (0.0, 0.1):  # another run takes the first one's place while no server runs
+        shutil.rmtree(tmp_path / "r")
+        realistic(tmp_path / "r", 10, 4, lift=lift)
+        page = TestClient(application(tmp_path), base_url="http://127.0.0.1")
+        seen = {"If-None-Match": answers[-1].headers["ETag"]} if answers else {}
+        answers.append(page.get("/api/overview", params={"run": "r"}, headers=seen))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].json()["personal"] < answers[1].json()["personal"]
+
+
 def test_gain_appears_once_it_was_measured(tmp_path: Path) -> None:
     run = Results.read(realistic(tmp_path / "r", 10, 4))
     assert views.gain(run) is None

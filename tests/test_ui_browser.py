@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fedtailor.report.html import write_report
 from synthetic_run import realistic
 
 pytestmark = pytest.mark.ui
@@ -42,7 +43,8 @@ def small_run(out: Path, rounds: int) -> subprocess.Popen[str]:
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     for name, lift in (("alpha", 0.0), ("beta", 0.08)):
-        realistic(root / name, 60, 24, method=name, lift=lift, search=True, new=4)
+        folder = realistic(root / name, 60, 24, method=name, lift=lift, search=True, new=4)
+        write_report(folder)
     realistic(root / "doomed", 10, 8)
     realistic(root / "other-version", 10, 8, format=9)
     assert small_run(root / "digits", 6).wait(120) == 0
@@ -120,7 +122,7 @@ def test_runs_are_listed_searched_and_compared(tab: Any, address: str) -> None:
         tab.check(f'input[aria-label="choose {name} to compare"]')
     tab.click("text=Compare 2")
     tab.wait_for_selector("text=Pareto front")
-    tab.wait_for_selector('[data-figure="compare-2-paired"] svg')
+    tab.wait_for_selector('[data-figure="compare-2-paired"] .drawing svg')
     assert "alpha" in tab.locator("tbody tr").first.inner_text()
     tab.locator('[data-figure="compare-2-pareto"] select').select_option("simulated")
     tab.wait_for_selector("text=simulated time →")
@@ -157,11 +159,16 @@ def test_clients_are_sorted_filtered_and_opened(tab: Any, address: str) -> None:
     tab.wait_for_function("name => document.querySelector('.client h2').innerText !== name", arg=name)
     tab.keyboard.press("Escape")
     tab.wait_for_selector(".grid-row")
+    assert tab.get_attribute('[aria-sort="descending"] button', "data-sort") == "personal", "as it was left"
+    assert tab.title() == "alpha · fedtailor"
+    tab.click(".top >> text=Runs")
+    tab.wait_for_selector("text=Compare")
+    assert tab.title() == "fedtailor"
 
 
 def test_one_client_of_a_real_run(tab: Any, address: str) -> None:
     tab.goto(f"{address}#/run/digits/clients/3")
-    tab.wait_for_selector('[data-figure="digits-client-3-confusion"] svg')
+    tab.wait_for_selector('[data-figure="digits-client-3-confusion"] .drawing svg')
     tab.wait_for_selector(".shot img")
     tab.wait_for_selector(".drawn img")
     tab.wait_for_selector("text=weights in common")
@@ -222,7 +229,7 @@ def test_a_live_run_grows(tab: Any, address: str, shelf: Path) -> None:
         )
         assert tab.locator(".crowd .busy").count() == 5
         assert "Working now" in tab.inner_text("main")
-        tab.wait_for_selector('[data-figure="live-loss"] svg')
+        tab.wait_for_selector('[data-figure="live-loss"] .drawing svg')
         shoot(tab, "live")
     finally:
         run.kill()
@@ -254,7 +261,7 @@ def test_dark_and_narrow(tab: Any, address: str) -> None:
     tab.click('[aria-label="Dark colours"]')
     assert tab.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
     tab.reload()
-    tab.wait_for_selector('[data-figure="alpha-accuracy"] svg')
+    tab.wait_for_selector('[data-figure="alpha-accuracy"] .drawing svg')
     shoot(tab, "dark")
     tab.set_viewport_size({"width": 1024, "height": 700})
     tab.wait_for_timeout(300)
@@ -263,8 +270,8 @@ def test_dark_and_narrow(tab: Any, address: str) -> None:
 
 def test_the_report_works_from_a_file(tab: Any, shelf: Path) -> None:
     tab.goto((shelf / "digits" / "report.html").as_uri())
-    tab.wait_for_selector('[data-figure="digits-accuracy"] svg')
-    tab.wait_for_selector('[data-figure="digits-partition"] svg')
+    tab.wait_for_selector('[data-figure="digits-accuracy"] .drawing svg')
+    tab.wait_for_selector('[data-figure="digits-partition"] .drawing svg')
     assert tab.locator("figure svg").count() >= 12
     shoot(tab, "report")
     rows = saved(tab, "digits-loss", "CSV").splitlines()
@@ -275,6 +282,14 @@ def test_the_report_works_from_a_file(tab: Any, shelf: Path) -> None:
     shoot(tab, "report-client")
     pdf = tab.pdf(path=str(SHOTS / "report.pdf"))
     assert pdf.startswith(b"%PDF")
+    tab.goto((shelf / "alpha" / "report.html").as_uri())
+    tab.emulate_media(media="print")
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    names = tab.locator("#clients th[scope=row]", has_text="hospital")
+    assert all(names.nth(i).is_visible() for i in (0, 30, 59)), "on paper every client has a line"
+    assert not tab.locator("#clients .grid").is_visible()
+    tab.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert tab.locator("details[open]").count() == 0
 
 
 def test_a_thousand_clients_scroll(tab: Any, address: str, shelf: Path) -> None:
@@ -289,3 +304,111 @@ def test_a_thousand_clients_scroll(tab: Any, address: str, shelf: Path) -> None:
     top = tab.evaluate("Math.min(...[...document.querySelectorAll('.grid-row')].map(r => parseInt(r.style.top)))")
     assert top > 15_000
     shoot(tab, "crowd")
+
+
+def test_seeds_share_a_row_and_pairs_share_a_seed(tab: Any, browser: Any, address: str, shelf: Path) -> None:
+    for method, seed in (("one", 0), ("one", 1), ("two", 0), ("two", 1)):
+        lift = 0.15 if method == "two" else 0.0
+        realistic(shelf / "grid" / f"{method}-{seed}", 20, 8, seed, method, lift, partition_hash=str(seed) * 64, new=2)
+    realistic(shelf / "half", 20, 20, method="half", status="stopped")
+    runs = [f"grid%2F{name}" for name in ("one-0", "one-1", "two-1", "two-0")]
+    tab.goto(f"{address}#/compare/{'/'.join(runs)}/half")
+    tab.wait_for_selector('[data-figure="compare-5-paired"] .drawing svg')
+    assert tab.locator("main > .tablewrap tbody tr").count() == 3
+    assert "± " in tab.locator("main > .tablewrap tbody tr").first.inner_text()
+    pairs = [row.split(",") for row in saved(tab, "compare-5-paired", "CSV").splitlines()]
+    assert pairs[0] == ["run", "seed", "split", "client", "name", "first", "this"]
+    assert sorted((row[1], int(row[3])) for row in pairs[1:]) == [(s, c) for s in "01" for c in range(20)]
+    assert "half (val, round 12)" in tab.inner_text('[data-figure="compare-5-paired"] figcaption')
+    ends = saved(tab, "compare-5-pareto", "CSV").splitlines()
+    assert [row.partition(",")[0] for row in ends[1:]] == ["one", "two"], "half a run has half the costs"
+    picture = saved(tab, "compare-5-curves", "SVG")
+    words = [
+        "".join(text.itertext()) for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert {"one", "two", "half (val, round 12)"} <= set(words), "a saved picture has its key"
+    assert any("better" in word for word in re.findall(r">([^<]+)</text>", saved(tab, "compare-5-paired", "SVG")))
+    tab.evaluate("document.querySelector('[data-figure=compare-5-curves] .drawing svg').dataset.mark = 'here'")
+    for _ in range(10):  # the page has asked for all five again, twice
+        tab.wait_for_event("response", lambda answer: "api/overview" in answer.url, timeout=60_000)
+    tab.wait_for_timeout(500)
+    assert tab.locator("[data-figure=compare-5-curves] svg[data-mark]").count() == 1, (
+        "nothing changed: nothing is redrawn"
+    )
+    shoot(tab, "compare-seeds")
+
+
+def test_the_page_of_a_comparison_works_from_a_file(tab: Any, shelf: Path, tmp_path: Path) -> None:
+    runs = [realistic(tmp_path / f"m{i}", 12, 8, method=f"m{i}", lift=i / 50) for i in range(8)]
+    assert (
+        fedtailor("compare", *map(str, runs), "--html", str(tmp_path / "c.html"), stdout=subprocess.DEVNULL).wait() == 0
+    )
+    tab.goto((tmp_path / "c.html").as_uri())
+    tab.wait_for_selector('[data-figure="comparison-paired"] .drawing svg')
+    marks = tab.eval_on_selector_all(
+        '[data-figure="comparison-curves"] .keys path',
+        "marks => marks.map(m => m.getAttribute('stroke') + m.getAttribute('stroke-dasharray'))",
+    )
+    assert len(set(marks)) == 8, "two of eight lines look the same"
+    assert tab.locator('[data-figure="comparison-paired"] .panels svg').count() == 7
+    unnamed = "all => all.filter(s => !s.labels[0]?.innerText && !s.labels[0]?.textContent.trim()).length"
+    assert tab.eval_on_selector_all("select", unnamed) == 0
+    shoot(tab, "comparison")
+
+
+def test_one_architecture_is_no_map_and_what_was_not_sent_has_no_colour(tab: Any, address: str, shelf: Path) -> None:
+    folder = realistic(shelf / "same", 8, 8, search=True)
+    table = re.sub(r"personal_arch,.*", "personal_arch,0-1-2-1", (folder / "events.csv").read_text())
+    (folder / "events.csv").write_text(table)
+    tab.goto(f"{address}#/run/same/archs")
+    tab.wait_for_selector("text=8 clients keep one and the same architecture")
+    tab.wait_for_selector('[data-figure="same-policies-round-8"] image')
+    assert tab.locator('[data-figure="same-atlas"]').count() == 0, "equal points have no places"
+    sent = {int(row.split(",")[1]) for row in table.splitlines() if ",arch," in row and row.startswith("1,")}
+    slider = tab.locator('input[type="range"]')
+    slider.focus()
+    tab.keyboard.press("Home")
+    tab.wait_for_selector('[data-figure="same-policies-round-1"] image')
+    tab.wait_for_timeout(500)
+    pixels = tab.evaluate(
+        """async () => {
+          const image = new Image();
+          image.src = document.querySelector('[data-figure="same-policies-round-1"] image').getAttribute("href");
+          await image.decode();
+          const canvas = document.createElement("canvas");
+          [canvas.width, canvas.height] = [image.width, image.height];
+          const brush = canvas.getContext("2d", {willReadFrequently: true});
+          brush.drawImage(image, 0, 0);
+          return [...Array(image.height).keys()].map(y => [...brush.getImageData(0, y, 1, 1).data]);
+        }"""
+    )
+    assert sum(alpha == 255 for *_, alpha in pixels) == len(sent) < 8
+
+
+def test_nobody_is_missing_from_the_pictures(tab: Any, address: str, shelf: Path) -> None:
+    tab.goto(f"{address}#/run/alpha/fairness")
+    tab.wait_for_selector('[data-figure="alpha-gain-over-global"] .drawing svg')
+    for figure in ("alpha-distribution", "alpha-gain-over-global"):
+        tall = tab.eval_on_selector_all(
+            f'[data-figure="{figure}"] g[aria-label="rect"] rect', "bars => bars.map(b => b.height.baseVal.value)"
+        )
+        ticks = tab.eval_on_selector_all(
+            f'[data-figure="{figure}"] g[aria-label^="y-axis tick label"] text',
+            "all => all.filter(t => t.textContent).map(t => [Number(t.textContent), t.transform.baseVal[0].matrix.f])",
+        )
+        (low, y0), (high, y1) = ticks[0], ticks[-1]
+        clients = sum(round((high - low) * (h + 1.2) / (y0 - y1)) for h in tall)
+        assert clients == 60, figure
+
+
+def test_a_broken_address_and_the_cursor(tab: Any, address: str, shelf: Path) -> None:
+    tab.expected += ["404"]
+    tab.goto(f"{address}#/run/%E0%A4%A")
+    tab.wait_for_selector("text=There is no such run here")
+    tab.goto(f"{address}#/run/alpha/clients")
+    tab.wait_for_selector(".grid-row")
+    tab.focus(".grid")
+    tab.keyboard.press("ArrowDown")
+    active = tab.get_attribute(".grid", "aria-activedescendant")
+    assert tab.get_attribute(f"#{active}", "aria-rowindex") == "3"  # the head is the first
+    assert tab.get_attribute(f"#{active}", "aria-selected") == "true"

@@ -1,11 +1,11 @@
 // Architectures: who is like whom, how the search went, and the figures of the papers.
 import { useMemo, useState } from "preact/hooks";
 import * as Plot from "@observablehq/plot";
-import { cellGraph, cells, dots, lines, pixels, short } from "./charts";
+import { cellGraph, cells, cut, dots, headline, lines, panels, pixels, short, whole } from "./charts";
 import { type Archs as Data, type Clients, type Devices, type Gain, type Overview, frozen, useView } from "./data";
 import { Figure } from "./figure";
-import { blue, classColour, colourOf, count, optionColour, percent, pole, size } from "./format";
-import { Choose, href, mainClass } from "./parts";
+import { blue, classColour, colourOf, count, flop, optionColour, percent, pole, quantile, size } from "./format";
+import { Choose, href, mainClass, people } from "./parts";
 import { Policies } from "./policy";
 
 export function Archs({ run, data, archs, devices }: { run: Overview; data: Clients; archs: Data | null; devices: Devices | null }) {
@@ -16,9 +16,9 @@ export function Archs({ run, data, archs, devices }: { run: Overview; data: Clie
   const who = archs.clients.map((c) => [String(c), data.name[c]!] as [string, string]);
   return (
     <>
-      <p>{archs.clients.length} clients {archs.kept ? "keep" : "were last sent"} {archs.distinct} different architecture{archs.distinct === 1 ? "" : "s"} of <b>{run.network}</b>, a space of {archs.dimensions.length} choices.{archs.odd.length > 0 && ` ${archs.odd.length} do not fit the space and are left out.`}</p>
+      <p>{people(archs.clients.length)} {archs.kept ? "keep" : "were last sent"} {archs.distinct === 1 ? "one and the same architecture" : `${archs.distinct} different architectures`} of <b>{run.network}</b>, a space of {archs.dimensions.length} choices.{archs.odd.length > 0 && ` ${archs.odd.length} do not fit the space and are left out.`}</p>
       <div class="figures">
-        {archs.xy && <Atlas run={run} data={data} archs={archs} devices={devices} />}
+        {archs.xy && archs.distinct > 1 && <Atlas run={run} data={data} archs={archs} devices={devices} />}
         {archs.frames && <Policies run={run} archs={archs} data={data} />}
       </div>
       {archs.clients.length > 0 && <div class="controls"><Choose label="In the pictures below, mark" value={client} options={[["", "nobody"], ...who]} set={setClient} /></div>}
@@ -30,7 +30,7 @@ export function Archs({ run, data, archs, devices }: { run: Overview; data: Clie
         {devices && <Memory run={run} data={data} devices={devices} />}
         {gain.data && <GainMatrix run={run} gain={gain.data} />}
       </div>
-      {!gain.data && !frozen && run.finished && <p class="quiet small">What each client’s own architecture is worth (SPIDER, eq. 6): <code>fedtailor gain {run.id}</code> writes the matrix, and it appears here.</p>}
+      {!gain.data && !frozen && run.finished && <p class="quiet small">What each client’s own architecture is worth (SPIDER, eq. 6): <code>fedtailor gain</code> with this run’s folder writes the matrix, and it appears here.</p>}
     </>
   );
 }
@@ -54,12 +54,12 @@ function Atlas({ run, data, archs, devices }: { run: Overview; data: Clients; ar
   }));
   const labels = new Map<number, string>(), groups = new Map<string, number[]>();
   archs.clients.forEach((c, i) => { const at = archs.xy![i]!.map((v) => v.toFixed(2)).join(); groups.set(at, [...(groups.get(at) ?? []), c]); });
-  for (const [first, ...others] of groups.values()) labels.set(first!, data.name[first!]! + (others.length ? ` +${others.length}` : ""));
+  for (const [first, ...others] of groups.values()) labels.set(first!, cut(data.name[first!]!, 20) + (others.length ? ` +${others.length}` : ""));
   const keys: [string, string, string][] | undefined = by === "label" && data.classes.length <= 12 ? data.classes.map((name, k) => [name, classColour(k, data.classes.length), "dot"]) : by === "device" ? kinds.map((name, k) => [name, colourOf(k), "dot"]) : undefined;
   const options: [typeof by, string][] = [...(data.counts ? [["label", "most frequent label"] as [typeof by, string]] : []), ["samples", "number of images"], ["accuracy", "accuracy"], ...(devices ? [["device", "device"] as [typeof by, string]] : [])];
   return (
     <Figure wide title="Atlas" file={`${run.name}-atlas`} at={{ run: run.name, round: data.round, split: data.split, seed: run.seed }} keys={keys} deps={[archs, data, by, devices]} onPick={(dot) => { location.hash = href(run.id, "clients", String(dot.client)); }}
-      caption={<>Clients near each other have like architectures (classical scaling of the distance between choices; the axes hold {percent(archs.explained![0], 0)} and {percent(archs.explained![1], 0)} of it). Larger: more accurate. Equal architectures stand as a flower. Click opens the client.</>}
+      caption={<>Clients near each other have like architectures (classical scaling of the distance between choices; the axes hold {percent(archs.explained![0], 0)} and {percent(archs.explained![1], 0)} of it, each stretched to the picture). Larger: more accurate. Equal architectures stand as a flower. Click opens the client.</>}
       rows={() => archs.clients.map((c, i) => ({ client: c, name: data.name[c], x: archs.xy![i]![0], y: archs.xy![i]![1], accuracy: data.personal[c], images: data.samples[c], label: data.counts?.[c] ? data.classes[mainClass(data.counts[c]!)] : "", device: devices?.device[c], arch: data.arch?.[c] }))}
       draw={(width) => dots(all, { width, height: Math.min(460, width * 0.45), axes: false, names: all.length <= 40 ? (d) => labels.get(d.client!) ?? "" : undefined })}>
       <Choose label="Colour" value={by} options={options} set={setBy} />
@@ -76,12 +76,12 @@ function Ribbons({ run, archs, data, client }: { run: Overview; archs: Data; dat
     <>
       {[...kinds].filter(([, dims]) => dims.length > 1).map(([kind, dims]) => {
         const rows = dims.map((d, x) => {
-          const v = archs.choices.map((arch) => archs.values[d]![arch[d]![0] ?? 0]!).sort((a, b) => a - b), q = (p: number) => v[Math.min(v.length - 1, Math.floor(p * v.length))]!;
-          return { x, name: archs.dimensions[d]!.name, low: v[0]!, q1: q(0.25), median: q(0.5), q3: q(0.75), high: v.at(-1)!, mean: v.reduce((a, b) => a + b, 0) / v.length, mine: mark < 0 ? null : archs.values[d]![archs.choices[mark]![d]![0] ?? 0]! };
+          const v = archs.choices.map((arch) => archs.values[d]![arch[d]![0] ?? 0]!).sort((a, b) => a - b);
+          return { x, name: archs.dimensions[d]!.name, low: v[0]!, q1: quantile(v, 0.25), median: quantile(v, 0.5), q3: quantile(v, 0.75), high: v.at(-1)!, mean: v.reduce((a, b) => a + b, 0) / v.length, mine: mark < 0 ? null : archs.values[d]![archs.choices[mark]![d]![0] ?? 0]! };
         });
         return (
           <Figure title={`Ribbon: ${kind}`} file={`${run.name}-ribbon-${kind}`} at={{ run: run.name, round: archs.round, seed: run.seed }} deps={[archs, client]} rows={() => rows.map(({ x: _, ...row }) => row)}
-            keys={[["all clients", "var(--sky)", "square"], ["the middle half", "var(--blue)", "square"], ["mean", "var(--blue)"], ...(mark >= 0 ? [[data.name[Number(client)]!, "var(--red)", "dash"] as [string, string, string]] : [])]} caption="From the input on the left to the output."
+            keys={[["all clients", "var(--sky)", "square"], ["the middle half", "var(--blue)", "square"], ["mean", "var(--blue)"], ...(mark >= 0 ? [[data.name[Number(client)]!, "var(--red)", "6 3"] as [string, string, string]] : [])]} caption="From the input on the left to the output."
             draw={(width) => Plot.plot({
               width, height: 230, marginBottom: 46, marginLeft: 46, style: { fontSize: "11px", background: "transparent", overflow: "visible" },
               x: { domain: [0, rows.length - 1], ticks: rows.map((r) => r.x), tickFormat: (x: number) => rows[x]?.name.split(".")[0] ?? "", tickRotate: rows.length > 6 ? -40 : 0, label: null }, y: { label: kind, grid: true, zero: true, ticks: 5 },
@@ -98,6 +98,13 @@ function Ribbons({ run, archs, data, client }: { run: Overview; archs: Data; dat
   );
 }
 
+/** How colours tell options apart: numbers from pale to dark, names each by one of its own. */
+function said(archs: Data): string {
+  const numbers = archs.numeric.some(Boolean) ? "Darker: a later option." : "";
+  const names = archs.numeric.every(Boolean) ? [] : [...new Set(archs.dimensions.flatMap((d, k) => (archs.numeric[k] ? [] : [d.name])))];
+  return [numbers, names.length ? `${numbers ? `In ${names.slice(0, 4).join(", ")}${names.length > 4 ? " …" : ""}, each` : "Each"} option has a colour of its own.` : ""].filter(Boolean).join(" ");
+}
+
 /** Who keeps which option: clients by dimensions, like ones together. */
 function Options({ run, archs, data }: { run: Overview; archs: Data; data: Clients }) {
   if (!archs.order?.length) return null;
@@ -105,7 +112,7 @@ function Options({ run, archs, data }: { run: Overview; archs: Data; data: Clien
   const chosen = (i: number, j: number) => archs.choices[place.get(archs.order![i]!)!]![j]![0] ?? -1;
   const names = archs.order.map((c) => data.name[c]!), dims = archs.dimensions.map((d) => d.name);
   return (
-    <Figure wide={dims.length > 12} title="Who keeps what" file={`${run.name}-choices`} at={{ run: run.name, round: archs.round, seed: run.seed }} deps={[archs]} caption="Darker cells are later options of the dimension. Clients with like networks stand together."
+    <Figure wide={dims.length > 12} title="Who keeps what" file={`${run.name}-choices`} at={{ run: run.name, round: archs.round, seed: run.seed }} deps={[archs]} caption={`${said(archs)} Clients with like networks stand together.`}
       rows={() => archs.clients.map((c, i) => ({ client: c, name: data.name[c], ...Object.fromEntries(dims.map((d, k) => [d, archs.choices[i]![k]!.map((o) => archs.dimensions[k]!.options[o]).join("+")])) }))}
       draw={(width) => pixels(names, dims, (i, j) => { const o = chosen(i, j), { options } = archs.dimensions[j]!; return o < 0 ? "#fff" : optionColour(options[o]!, o, options.length, archs.numeric[j]!); }, { width, title: (i, j) => `${names[i]}, ${dims[j]}: ${archs.dimensions[j]!.options[chosen(i, j)] ?? "–"}`, onClick: (i) => { location.hash = href(run.id, "clients", String(archs.order![i])); } })} />
   );
@@ -117,26 +124,19 @@ function Shares({ run, archs }: { run: Overview; archs: Data }) {
   const dims = archs.dimensions.slice(from, from + per);
   const rows = () => archs.dimensions.flatMap((d, k) => d.options.flatMap((option, o) => s.edges.slice(0, -1).map((round, w) => ({ dimension: d.name, option, from_round: round, to_round: s.edges[w + 1]! - 1, share: s.dims[k]![o]![w] }))));
   return (
-    <Figure wide title="Options sent out over the rounds" file={`${run.name}-options`} at={{ run: run.name, seed: run.seed }} deps={[archs, first]} rows={rows} caption="Share of the participants that were sent each option; the first option is the lightest and lowest."
-      draw={(width) => {
-        const box = document.createElement("div");
-        box.className = "panels";
-        const across = width > 760 ? 3 : 2;
-        for (const [k, d] of dims.entries()) {
-          const table = s.dims[from + k]!, all = d.options.flatMap((option, o) => s.edges.flatMap((round, w) => ({ round, o, option, share: table[o]![Math.min(w, table[o]!.length - 1)]! })));
-          const cell = document.createElement("div");
-          const head = document.createElement("p");
-          head.textContent = d.name;
-          cell.append(head, Plot.plot({
-            width: Math.floor(width / across) - 12, height: 120, marginLeft: 42, marginTop: 4, marginBottom: 22, style: { fontSize: "10px", background: "transparent" },
-            x: { label: null, ticks: 4 }, y: { label: null, ticks: 3, tickFormat: (v: number) => `${100 * v} %`, domain: [0, 1] },
-            marks: [Plot.areaY(all, { x: "round", y: "share", z: "o", order: "o", curve: "step-after", fill: (p: any) => optionColour(d.options[p.o]!, p.o, d.options.length, archs.numeric[from + k]!), title: (p: any) => p.option } as any)],
-          }));
-          box.append(cell);
-        }
-        return box;
-      }}>
-      {pages > 1 && <Choose label="" value={first} options={Array.from({ length: pages }, (_, p) => [String(p), `${archs.dimensions[p * per]!.name} … `] as [string, string])} set={setFirst} />}
+    <Figure wide title="Options sent out over the rounds" file={`${run.name}-options`} at={{ run: run.name, seed: run.seed }} deps={[archs, first]} rows={rows} caption={`Share of the participants that were sent each option, round by round; the first option is the lowest. ${said(archs)}`}
+      draw={(width) => panels(width, dims, (d, k, wide) => {
+        const table = s.dims[from + k]!, all = d.options.flatMap((option, o) => s.edges.flatMap((round, w) => ({ round, o, option, share: table[o]![Math.min(w, table[o]!.length - 1)]! })));
+        return Plot.plot({
+          width: wide, height: 144, marginLeft: 46, marginTop: 26, marginBottom: 24, style: { fontSize: "11px", background: "transparent" },
+          x: { label: null, ticks: 4, tickFormat: whole as any }, y: { label: null, ticks: 3, tickFormat: (v: number) => `${100 * v} %`, domain: [0, 1] },
+          marks: [
+            Plot.areaY(all, { x: "round", y: "share", z: "o", order: "o", curve: "step-after", fill: (p: any) => optionColour(d.options[p.o]!, p.o, d.options.length, archs.numeric[from + k]!), title: (p: any) => p.option } as any),
+            headline(`${d.name}: ${d.options.join(", ")}`, wide),
+          ],
+        });
+      })}>
+      {pages > 1 && <Choose label="dimensions" hidden value={first} options={Array.from({ length: pages }, (_, p) => [String(p), `${archs.dimensions[p * per]!.name} … `] as [string, string])} set={setFirst} />}
     </Figure>
   );
 }
@@ -183,7 +183,7 @@ function Shrink({ run, shrink, data, client }: { run: Overview; shrink: NonNulla
         return (
           <Figure title={`Shrink ratios: ${group.budget}`} file={`${run.name}-shrink-${g + 1}`} at={at} deps={[shrink, client]} caption={`What ${group.rows.length} client${group.rows.length === 1 ? "" : "s"}${group.distance == null ? "" : " of this budget"} kept of the largest option; the thick line is the mean.${group.distance == null ? "" : ` Mean distance between two: ${group.distance} (Luo et al., Figure 3).`}`}
             rows={() => group.rows.flatMap((r) => shrink.dimensions.map((dimension, d) => ({ client: shrink.clients[r], name: data.name[shrink.clients[r]!], budget: group.budget, dimension, kept: shrink.shares[r]![d] })))}
-            draw={(width) => lines([...shown.map((r) => ({ label: data.name[shrink.clients[r]!]!, colour: colourOf(g), x, y: shrink.shares[r]!, thin: true })), { label: "mean", colour: colourOf(g), x, y: mean }, ...(mine != null ? [{ label: data.name[Number(client)]!, colour: "var(--red)", dash: "6 3", x, y: shrink.shares[mine]! }] : [])], { width, share: true, xLabel: "dimension", xFormat: (d) => shrink.dimensions[d]?.slice(0, 14) ?? "", zero: true })} />
+            draw={(width) => lines([...shown.map((r) => ({ label: data.name[shrink.clients[r]!]!, colour: colourOf(g), x, y: shrink.shares[r]!, thin: true })), { label: "mean", colour: colourOf(g), x, y: mean }, ...(mine != null ? [{ label: data.name[Number(client)]!, colour: "var(--red)", dash: "6 3", x, y: shrink.shares[mine]! }] : [])], { width, share: true, xNames: shrink.dimensions, zero: true })} />
         );
       })}
     </>
@@ -196,18 +196,18 @@ function Memory({ run, data, devices }: { run: Overview; data: Clients; devices:
   const [which, setWhich] = useState("");
   const q = which || (quantities.includes("memory") ? "memory" : quantities[0]);
   if (!q) return null;
-  const say = (v: number) => (q === "memory" || q === "bytes" ? size(v) : q === "seconds" ? `${short(v)} s` : count(v));
+  const say = (v: number) => (q === "memory" || q === "bytes" ? size(v) : q === "seconds" ? `${short(v)} s` : q === "flops" ? flop(v) : count(v));
   const all = data.name.flatMap((name, c) => {
     const limit = devices.limits[q]![c], used = devices.used[q]?.[c];
     return limit == null || used == null ? [] : [{ x: limit, y: used, client: c, fill: used > limit ? "var(--red)" : "var(--blue)", symbol: used > limit ? "diamond" : "circle", title: `${name} (${devices.device[c]})\nneeds ${say(used)} of ${say(limit)}, ${percent(used / limit, used / limit < 0.01 ? 3 : 1)}` }];
   });
   const top = Math.max(...all.map((d) => d.y)), base = Math.min(...all.map((d) => d.x)), near = top > base / 3;
   return (
-    <Figure title={`${q[0]!.toUpperCase()}${q.slice(1)} against budget`} file={`${run.name}-budget-${q}`} at={{ run: run.name, round: run.round, seed: run.seed }} deps={[data, devices, q]} onPick={(d) => { location.hash = href(run.id, "clients", String(d.client)); }}
+    <Figure title={`${q === "flops" ? "FLOPs" : `${q[0]!.toUpperCase()}${q.slice(1)}`} against budget`} file={`${run.name}-budget-${q}`} at={{ run: run.name, round: run.round, seed: run.seed }} deps={[data, devices, q]} onPick={(d) => { location.hash = href(run.id, "clients", String(d.client)); }}
       caption={`What ${q === "memory" ? "training " : ""}each client’s network needs, against what its device affords${devices.hard ? " (a hard limit)" : ""}.${near ? " The line is all of the budget." : " All networks are far below it."}`}
       rows={() => all.map((d) => ({ client: d.client, name: data.name[d.client], device: devices.device[d.client], limit: d.x, needs: d.y }))}
       draw={(width) => dots(all, { width, xLabel: "budget →", yLabel: "↑ needed", xFormat: say, yFormat: say, diagonal: near, marginLeft: 62 })}>
-      {quantities.length > 1 && <Choose label="" value={q} options={quantities.map((name) => [name, name] as [string, string])} set={setWhich} />}
+      {quantities.length > 1 && <Choose label="quantity" hidden value={q} options={quantities.map((name) => [name, name] as [string, string])} set={setWhich} />}
     </Figure>
   );
 }

@@ -3,18 +3,19 @@ import * as Plot from "@observablehq/plot";
 import { percent } from "./format";
 
 export interface Line { label: string; colour: string; dash?: string; x: number[]; y: (number | null)[]; band?: (number | null)[]; thin?: boolean }
-interface LineOptions { width: number; height?: number; share?: boolean; xLabel?: string; yLabel?: string; xFormat?: (v: number) => string; yFormat?: (v: number) => string; zero?: boolean; log?: boolean; extra?: any[] }
+interface LineOptions { width: number; height?: number; share?: boolean; xLabel?: string; yLabel?: string; xFormat?: (v: number) => string; yFormat?: (v: number) => string; xNames?: string[]; zero?: boolean; log?: boolean; extra?: any[] }
 
-const whole = (v: number) => (Number.isInteger(v) ? String(v) : "");
+export const whole = (v: number) => (Number.isInteger(v) ? String(v) : "");
 const base = { fontSize: "11px", background: "transparent", overflow: "visible" };
 
 export function lines(all: Line[], o: LineOptions): Element {
   const points = all.flatMap((line, i) => line.x.map((x, k) => ({ i, x, y: line.y[k], label: line.label, low: low(line, k), high: high(line, k) }))).filter((p) => p.y != null);
   const say = o.yFormat ?? (o.share ? (v: number) => percent(v) : short);
-  const clamp = (v: number) => (o.share ? Math.max(0, Math.min(1, v)) : v);
+  const clamp = (v: number) => (o.share ? Math.max(0, Math.min(1, v)) : v), names = o.xNames;
   return Plot.plot({
-    width: o.width, height: o.height ?? 230, marginLeft: 48, marginRight: 12, marginTop: 12, style: base,
-    x: { label: o.xLabel ?? "round", grid: false, tickFormat: (o.xFormat ?? (o.xLabel ? undefined : whole)) as any, ticks: Math.max(3, Math.min(8, Math.floor(o.width / 90))), labelAnchor: "right", nice: false, type: o.log ? "log" : "linear" },
+    width: o.width, height: (o.height ?? 230) + (names ? 40 : 0), marginLeft: names ? 60 : 48, marginRight: o.xFormat ? 26 : 12, marginTop: o.yLabel ? 22 : 12, marginBottom: names ? 70 : undefined, style: base,
+    x: names ? { label: null, ticks: names.map((_, i) => i), tickFormat: (i: number) => cut(names[i] ?? "", 16), tickRotate: -40 }
+      : { label: o.xLabel ?? "round", grid: false, tickFormat: (o.xFormat ?? (o.xLabel ? undefined : whole)) as any, ticks: Math.max(3, Math.min(8, Math.floor(o.width / 90))), labelAnchor: "right", nice: false, type: o.log ? "log" : "linear" },
     y: { label: o.yLabel ?? null, grid: true, tickFormat: o.yFormat ?? (o.share ? (v: number) => `${+(100 * v).toFixed(1)} %` : undefined), nice: true, zero: o.zero, ticks: 5 },
     marks: [
       ...(o.extra ?? []),
@@ -22,7 +23,7 @@ export function lines(all: Line[], o: LineOptions): Element {
       ...all.map((line, i) => Plot.line(points.filter((p) => p.i === i), { x: "x", y: "y", stroke: line.colour, strokeWidth: line.thin ? 1 : 1.9, strokeOpacity: line.thin ? 0.55 : 1, strokeDasharray: line.dash || undefined })),
       ...all.map((line, i) => line.x.length < 14 && !line.thin ? Plot.dot(points.filter((p) => p.i === i), { x: "x", y: "y", fill: line.colour, r: 2.4 }) : null),
       Plot.ruleX(points, Plot.pointerX({ x: "x", stroke: "currentColor", strokeOpacity: 0.25 })),
-      Plot.tip(points, Plot.pointer({ x: "x", y: "y", fill: "var(--paper)", stroke: "var(--rule)", title: (p: any) => `${p.label}\n${o.xLabel ?? "round"} ${o.xFormat ? o.xFormat(p.x) : p.x}: ${say(p.y)}` })),
+      Plot.tip(points, Plot.pointer({ x: "x", y: "y", fill: "var(--paper)", stroke: "var(--rule)", title: (p: any) => `${p.label}\n${names ? names[p.x] : `${o.xLabel?.replace(" →", "") ?? "round"} ${o.xFormat ? o.xFormat(p.x) : p.x}`}: ${say(p.y)}` })),
     ],
   });
 }
@@ -39,7 +40,7 @@ export function bars(values: { x: number; y: number; kind: string }[], colours: 
   const half = (o.step ?? 1) / 2;
   return Plot.plot({
     width: o.width, height: o.height ?? 190, marginLeft: 52, marginRight: 12, marginTop: 12, style: base,
-    x: { label: o.xLabel ?? "round", ticks: Math.max(3, Math.floor(o.width / 90)) },
+    x: { label: o.xLabel ?? "round", ticks: Math.max(3, Math.floor(o.width / 90)), tickFormat: whole as any },
     y: { label: null, grid: true, tickFormat: o.yFormat, ticks: 4 },
     marks: [
       Plot.rectY(values, { x1: (v: any) => v.x - half, x2: (v: any) => v.x + half, y: "y", fill: (v: any) => colours[v.kind]!, inset: values.length > 200 ? 0 : 0.4, title: (v: any) => `${v.kind}, ${o.xLabel ?? "round"} ${v.x}: ${(o.yFormat ?? short)(v.y)}`, tip: { fill: "var(--paper)", stroke: "var(--rule)" } as any }),
@@ -52,15 +53,15 @@ export interface Dot { x: number; y: number; title: string; r?: number; fill: st
 export function dots(points: Dot[], o: LineOptions & { xShare?: boolean; diagonal?: boolean; r?: number; names?: (p: Dot) => string; axes?: boolean; marginLeft?: number }): Element {
   const plain = o.axes === false;
   return Plot.plot({
-    width: o.width, height: o.height ?? 260, marginLeft: plain ? 8 : o.marginLeft ?? 50, marginRight: 16, marginTop: 12, marginBottom: plain ? 8 : 34, style: base,
-    x: plain ? { axis: null, inset: 16 } : { inset: 8, label: o.xLabel, grid: true, type: o.log ? "log" : "linear", tickFormat: o.xFormat ?? (o.xShare ? (v: number) => `${+(100 * v).toFixed(1)} %` : o.log ? short : undefined), ticks: Math.max(3, Math.floor(o.width / 100)), zero: o.zero, nice: !o.log } as any,
+    width: o.width, height: o.height ?? 260, marginLeft: plain ? 8 : o.marginLeft ?? 50, marginRight: o.xFormat ? 26 : 16, marginTop: o.yLabel ? 22 : 12, marginBottom: plain ? 8 : 34, style: base,
+    x: plain ? { axis: null, inset: o.names ? Math.min(64, o.width / 8) : 16 } : { inset: 8, label: o.xLabel, grid: true, type: o.log ? "log" : "linear", tickFormat: o.xFormat ?? (o.xShare ? (v: number) => `${+(100 * v).toFixed(1)} %` : o.log ? short : undefined), ticks: Math.max(3, Math.floor(o.width / 100)), zero: o.zero, nice: !o.log } as any,
     y: plain ? { axis: null, inset: 16 } : { inset: 8, label: o.yLabel ?? null, grid: true, tickFormat: o.yFormat ?? (o.share ? (v: number) => `${+(100 * v).toFixed(1)} %` : undefined), ticks: 5, nice: true } as any,
     r: { type: "identity" }, symbol: { type: "identity" } as any, color: { type: "identity" },
     marks: [
       ...(o.diagonal ? [Plot.line(span(points), { x: "v", y: "v", stroke: "currentColor", strokeOpacity: 0.5, strokeDasharray: "4 3" })] : []),
       ...(o.extra ?? []),
       Plot.dot(points, { x: "x", y: "y", fill: "fill", r: (p: Dot) => p.r ?? o.r ?? 3.5, fillOpacity: 0.78, symbol: ((p: Dot) => p.symbol ?? "circle") as any, stroke: (p: Dot) => p.stroke ?? "var(--paper)", strokeWidth: 0.6 } as any),
-      ...(o.names ? [Plot.text(points, { x: "x", y: "y", text: o.names as any, dy: -14, fontSize: 10, fill: "var(--soft)" })] : []),
+      ...(o.names ? [Plot.text(points, { x: "x", y: "y", text: o.names as any, dy: -14, fontSize: 10, fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 3 })] : []),
       Plot.dot(points, Plot.pointer({ x: "x", y: "y", r: 9, stroke: "currentColor", strokeWidth: 1.3, fill: "none" } as any)),
       Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: "title", fill: "var(--paper)", stroke: "var(--rule)" })),
     ],
@@ -72,18 +73,34 @@ function span(points: Dot[]) {
 }
 
 export function histogram(values: { value: number; fill: string }[], o: LineOptions & { bins: number[]; mark?: number[] }): Element {
+  // a bin holds its lower edge but not its upper; the last holds both, or the highest client would be missing
+  const top = o.bins.at(-1)!, within = (top + o.bins.at(-2)!) / 2, held = values.map((v) => ({ ...v, value: v.value >= top ? within : v.value }));
   return Plot.plot({
     width: o.width, height: o.height ?? 220, marginLeft: 42, marginTop: 22, style: base,
     x: { label: o.xLabel, tickFormat: o.xFormat as any, ticks: Math.max(3, Math.floor(o.width / 90)) },
     y: { label: "clients", grid: true, tickFormat: (v: number) => (Number.isInteger(v) ? String(v) : ""), ticks: 5 },
     color: { type: "identity" },
     marks: [
-      Plot.rectY(values, { ...Plot.binX({ y: "count" }, { x: "value", fill: "fill", thresholds: o.bins } as any), inset: 0.6, tip: { fill: "var(--paper)", stroke: "var(--rule)" } as any } as any),
+      Plot.rectY(held, { ...Plot.binX({ y: "count" }, { x: "value", fill: "fill", thresholds: o.bins } as any), inset: 0.6, tip: { fill: "var(--paper)", stroke: "var(--rule)" } as any } as any),
       Plot.ruleX(o.mark ?? [], { stroke: "currentColor", strokeDasharray: "4 3" }),
       Plot.ruleY([0]),
     ],
   });
 }
+
+/** Small drawings beside and below one another, in as many columns as have room. */
+export function panels<T>(width: number, all: T[], draw: (one: T, i: number, width: number) => Element): HTMLElement {
+  const across = Math.max(1, Math.min(4, all.length, Math.floor(width / 260))), box = document.createElement("div");
+  box.className = "panels";
+  box.style.gridTemplateColumns = `repeat(${across}, 1fr)`;
+  box.append(...all.map((one, i) => draw(one, i, Math.floor((width - 12 * (across - 1)) / across))));
+  return box;
+}
+/** The title of a panel: within the drawing, so that it is saved with it. */
+export const headline = (text: string, width: number) =>
+  Plot.text([cut(text, Math.floor(width / 6.4))], { frameAnchor: "top-left", lineAnchor: "bottom", dx: -38, dy: -8, fontSize: 11.5, fill: "var(--soft)", title: () => text } as any);
+
+export const cut = (text: string, most: number) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
 /** A matrix with its numbers, for a few dozen rows. */
 export function cells(rows: string[], columns: string[], value: (i: number, j: number) => number | null, o: { width: number; colour: (v: number) => string; dark: (v: number) => boolean; text?: (v: number) => string; xLabel?: string; yLabel?: string; gap?: boolean; side?: number }): Element {
@@ -91,12 +108,11 @@ export function cells(rows: string[], columns: string[], value: (i: number, j: n
   const longest = Math.min(14, Math.max(...rows.map((r) => r.length), 1)), left = 14 + 6.4 * longest;
   const side = Math.max(6, Math.min(o.side ?? 44, (o.width - left - 12) / columns.length));
   const tall = Math.max(8, Math.min(side, 30));
-  const foot = 16 + 6 * Math.min(14, Math.max(...columns.map((c) => c.length), 1)) * 0.75;
-  const cut = (text: string) => (text.length > 14 ? `${text.slice(0, 13)}…` : text);
+  const foot = 16 + 6 * Math.min(14, Math.max(...columns.map((c) => c.length), 1)) * 0.75 + (o.xLabel ? 12 : 0);
   return Plot.plot({
     width: left + 12 + side * columns.length, height: 22 + foot + tall * rows.length, marginLeft: left, marginTop: 22, marginBottom: foot, marginRight: 12, style: base, padding: 0,
-    x: { domain: columns.map((_, j) => j), tickFormat: (j: number) => cut(columns[j]!), tickRotate: columns.some((c) => c.length > 3) ? -40 : 0, label: o.xLabel ?? null, labelAnchor: "right", tickSize: 0, axis: "bottom" } as any,
-    y: { domain: rows.map((_, i) => i), tickFormat: (i: number) => cut(rows[i]!), label: o.yLabel ?? null, tickSize: 0 } as any,
+    x: { domain: columns.map((_, j) => j), tickFormat: (j: number) => cut(columns[j]!, 14), tickRotate: columns.some((c) => c.length > 3) ? -40 : 0, label: o.xLabel ?? null, labelAnchor: "center", labelOffset: foot - 4, tickSize: 0, axis: "bottom" } as any,
+    y: { domain: rows.map((_, i) => i), tickFormat: (i: number) => cut(rows[i]!, 14), label: o.yLabel ?? null, tickSize: 0 } as any,
     color: { type: "identity" },
     marks: [
       Plot.cell(all, { x: "j", y: "i", fill: (c: any) => o.colour(c.v), inset: 0.5 }),
@@ -109,7 +125,7 @@ export function cells(rows: string[], columns: string[], value: (i: number, j: n
 /** A matrix of any size as an image, one pixel per entry, with names where there is room. */
 export function pixels(rows: string[], columns: string[], colour: (i: number, j: number) => string, o: { width: number; height?: number; title?: (i: number, j: number) => string; onClick?: (i: number, j: number) => void; groups?: { name: string; start: number; size: number }[] }): SVGSVGElement {
   const named = rows.length <= 50, left = named ? 12 + 6.2 * Math.min(16, Math.max(...rows.map((r) => r.length), 1)) : 56;
-  const tall = o.height ?? Math.max(60, Math.min(420, rows.length * (named ? 16 : 1)));
+  const tall = o.height ?? Math.max(60, Math.min(420, rows.length * (named ? 16 : 6)));
   const wide = o.width - left - 8, tilt = columns.length <= 60;
   const foot = tilt ? 14 + 4.6 * Math.min(16, Math.max(...columns.map((c) => c.length), 1)) : 18;
   const head = o.groups ? 18 : 4;
@@ -121,9 +137,9 @@ export function pixels(rows: string[], columns: string[], colour: (i: number, j:
   const image = element("image", { href: canvas.toDataURL(), x: left, y: head, width: wide, height: tall, preserveAspectRatio: "none", style: "image-rendering: pixelated" });
   svg.append(image);
   const step = wide / columns.length, down = tall / rows.length;
-  if (named) rows.forEach((name, i) => svg.append(label(name.length > 16 ? `${name.slice(0, 15)}…` : name, left - 5, head + down * (i + 0.5) + 3.5, "end", Math.min(11, down))));
+  if (named) rows.forEach((name, i) => svg.append(label(cut(name, 16), left - 5, head + down * (i + 0.5) + 3.5, "end", Math.min(11, down))));
   else svg.append(label(`${rows.length} clients`, 0, 0, "middle", 11, `translate(${left - 12},${head + tall / 2}) rotate(-90)`));
-  if (tilt) columns.forEach((name, j) => svg.append(label(name.length > 16 ? `${name.slice(0, 15)}…` : name, 0, 0, "end", Math.min(11, Math.max(7, step)), `translate(${left + step * (j + 0.5) + 3},${head + tall + 10}) rotate(-40)`)));
+  if (tilt) columns.forEach((name, j) => svg.append(label(cut(name, 16), 0, 0, "end", Math.min(11, Math.max(7, step)), `translate(${left + step * (j + 0.5) + 3},${head + tall + 10}) rotate(-40)`)));
   for (const group of o.groups ?? []) {
     const x = left + step * group.start, w = step * group.size;
     svg.append(element("line", { x1: x, x2: x, y1: head, y2: head + tall, stroke: "var(--paper)", "stroke-width": 1.5 }));

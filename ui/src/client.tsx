@@ -48,7 +48,7 @@ export function Client({ run, data, archs, devices, client, every }: { run: Over
         {data.parameters?.[client] != null && <Tile name="parameters" value={count(data.parameters[client])} more={`${count(data.flops?.[client])} FLOPs per image`} />}
       </div>
       <div class="figures">
-        {mine.length > 0 && <Figure title="Accuracy over the rounds" file={`${run.name}-client-${client}-accuracy`} at={{ ...at, split: "val" }} deps={[one.data, run, client]} keys={mine.map((l) => [l.label, l.colour, l.dash ? "dash" : "line"])}
+        {mine.length > 0 && <Figure title="Accuracy over the rounds" file={`${run.name}-client-${client}-accuracy`} at={{ ...at, split: "val" }} deps={[one.data, run, client]} keys={mine.map((l) => [l.label, l.colour, l.dash ?? ""])}
           rows={() => mine.flatMap((l) => l.x.map((round, i) => ({ client, line: l.label, round, accuracy: l.y[i] })))} draw={(width) => lines(mine, { width, share: true })} />}
         {own?.loss && <Figure title="Its training loss" file={`${run.name}-client-${client}-loss`} at={{ ...at, split: "train" }} deps={[one.data, client]} caption="In the rounds that it took part in." rows={() => own.loss!.rounds.map((round, i) => ({ client, round, loss: own.loss!.value[i] }))}
           draw={(width) => lines([{ label: "loss", colour: "var(--ink)", x: own.loss!.rounds, y: own.loss!.value }], { width })} />}
@@ -93,7 +93,7 @@ export function Client({ run, data, archs, devices, client, every }: { run: Over
       {drawn.data && drawn.data.shares.length > 0 ? (
         <div class="tablewrap"><table class="plain narrow sharing">
           <caption>The share of this client’s weights that lie in the other’s network too: both are cut from one supernet. The {drawn.data.shares.length} closest by architecture.</caption>
-          <thead><tr><th>client</th><th>weights in common</th><th>same choices</th><th>network</th></tr></thead>
+          <thead><tr><th>client</th><th>weights in common</th><th class="right">same choices</th><th>network</th></tr></thead>
           <tbody>{drawn.data.shares.map((s) => {
             const i = archs?.clients.indexOf(s.client) ?? -1;
             return <tr><td><a href={href(run.id, "clients", String(s.client))}>{data.name[s.client]}</a></td><td><Bar share={s.share} /><span class="num">{percent(s.share, 0)}</span></td><td class="right">{s.same} of {archs?.dimensions.length}</td><td>{archs && i >= 0 && <Glyph choices={archs.choices[i]!} archs={archs} />}</td></tr>;

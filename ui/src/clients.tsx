@@ -9,13 +9,17 @@ import { Bar, Choose, Glyph, Mix, Spark, href, mainClass, points, worstClients }
 
 const HIGH = 34;
 type Show = "all" | "worst" | "working" | "held" | "gain" | "loss";
+/** How each run's table was left: who comes back from a client finds it so. */
+const left = new Map<string, { sort: { key: string; up: boolean }; text: string; show: Show; label: string }>();
 interface Column { key: string; title: string; wide: number; value: (c: number) => number | string | null; cell: (c: number) => any; right?: boolean; hint?: string }
 
 export function Clients({ run, data, archs, devices, open }: { run: Overview; data: Data; archs: Archs | null; devices: Devices | null; open: (client: number) => void }) {
-  const [sort, setSort] = useState({ key: "personal", up: true });
-  const [text, setText] = useState("");
-  const [show, setShow] = useState<Show>("all");
-  const [label, setLabel] = useState("");
+  const before = left.get(run.id) ?? { sort: { key: "personal", up: true }, text: "", show: "all", label: "" };
+  const [sort, setSort] = useState(before.sort);
+  const [text, setText] = useState(before.text);
+  const [show, setShow] = useState<Show>(before.show === "working" ? "all" : before.show);
+  const [label, setLabel] = useState(before.label);
+  left.set(run.id, { sort, text, show, label });
   const worst = useMemo(() => worstClients(data), [data]);
   const busy = useMemo(() => new Set(run.status === "running" ? run.now?.clients ?? [] : []), [run]);
   const choices = useMemo(() => new Map(archs?.clients.map((c, i) => [c, archs.choices[i]!]) ?? []), [archs]);
@@ -28,7 +32,7 @@ export function Clients({ run, data, archs, devices, open }: { run: Overview; da
   const columns: Column[] = [
     { key: "name", title: "client", wide: 150, value: (c) => data.name[c]!, cell: (c) => <>{busy.has(c) && <span class="dot" title="works now">●</span>}{data.name[c]}{worst.has(c) && <span class="diamond" title="worst decile"> ◆</span>}{data.held[c] && <span class="quiet"> new</span>}</> },
     { key: "personal", title: "accuracy", wide: 132, right: true, hint: `personal, ${data.split}, round ${data.round}`, value: (c) => data.personal[c]!, cell: (c) => <><Bar share={data.personal[c] ?? 0} kind={worst.has(c) ? "low" : ""} /><span class="num">{percent(data.personal[c])}</span></> },
-    ...(data.global ? [{ key: "gain", title: "− global", wide: 76, right: true, hint: "personal minus global accuracy, percentage points", value: (c: number) => diff(data, c), cell: (c: number) => { const d = diff(data, c); return d == null ? "–" : <span class={d < 0 ? "less" : "more"}>{points(d)}</span>; } }] : []),
+    ...(data.global ? [{ key: "gain", title: "− global", wide: 76, right: true, hint: "personal minus global accuracy, percentage points", value: (c: number) => diff(data, c), cell: (c: number) => { const d = diff(data, c); return d == null ? "–" : <span class={d < 0 ? "less" : d > 0 ? "more" : "quiet"}>{points(d)}</span>; } }] : []),
     ...(data.curves ? [{ key: "curve", title: "val curve", wide: 96, hint: `val, rounds ${data.curves.rounds[0]} to ${data.curves.rounds.at(-1)}`, value: (c: number) => lastOf(data.curves!.personal[c]), cell: (c: number) => <Spark values={data.curves!.personal[c]!} /> }] : []),
     { key: "samples", title: "images", wide: 104, right: true, hint: "training images", value: (c) => data.samples[c]!, cell: (c) => <><Bar share={(data.samples[c] ?? 0) / most} kind="grey" /><span class="num">{count(data.samples[c])}</span></> },
     ...(data.counts ? [{ key: "labels", title: "labels", wide: 124, hint: "label mix of the training images; sorted by the most frequent label", value: (c: number) => (data.counts![c] ? mainClass(data.counts![c]!) : null), cell: (c: number) => data.counts![c] && <Mix counts={data.counts![c]!} classes={data.classes} /> }] : []),
@@ -70,7 +74,7 @@ export function Clients({ run, data, archs, devices, open }: { run: Overview; da
         {data.counts && data.classes.length <= 200 && <Choose label="Has label" value={label} options={[["", "any"], ...data.classes.map((name, i) => [String(i), name] as [string, string])]} set={setLabel} />}
         <span class="quiet" data-shown={shown.length}>{shown.length} of {data.name.length}</span>
         <span class="push" />
-        <button class="tool" onClick={() => saveCsv(stamped(shown.map((c) => row(data, devices, use, c)), { run: run.name, seed: run.seed, round: data.round, split: data.split }), `${run.name}-clients`)}>CSV</button>
+        <button class="tool" aria-label="CSV of the clients" onClick={() => saveCsv(stamped(shown.map((c) => row(data, devices, use, c)), { run: run.name, seed: run.seed, round: data.round, split: data.split }), `${run.name}-clients`)}>CSV</button>
       </div>
       <Grid columns={columns} version={version} shown={shown} sort={sort} setSort={setSort} open={open} link={(c) => href(run.id, "clients", String(c))} />
       <p class="quiet small">Accuracy: {told({ run: run.name, round: data.round, split: data.split, seed: run.seed })}. ◆ marks the worst decile. ↑ ↓ move, Enter opens, / searches.</p>
@@ -90,16 +94,16 @@ function row(data: Data, devices: Devices | null, use: (c: number) => number | n
   };
 }
 
-interface RowProps { c: number; top: number; marked: boolean; columns: Column[]; version: unknown; grid: string; open: (c: number) => void; link: (c: number) => string }
+interface RowProps { c: number; index: number; top: number; marked: boolean; columns: Column[]; version: unknown; grid: string; open: (c: number) => void; link: (c: number) => string }
 /** A row is made once: scrolling adds and drops rows, and touches none that stays. */
 class Row extends Component<RowProps> {
   override shouldComponentUpdate(next: RowProps) {
     const old = this.props;
     return next.version !== old.version || next.top !== old.top || next.marked !== old.marked || next.grid !== old.grid;
   }
-  override render({ c, top, marked, columns, grid, open, link }: RowProps) {
+  override render({ c, index, top, marked, columns, grid, open, link }: RowProps) {
     return (
-      <div role="row" onClick={() => open(c)} class={`grid-row ${marked ? "cursor" : ""}`} data-client={c} style={{ top: `${top}px`, gridTemplateColumns: grid }}>
+      <div role="row" id={`client-${c}`} aria-rowindex={index} aria-selected={marked} onClick={() => open(c)} class={`grid-row ${marked ? "cursor" : ""}`} data-client={c} style={{ top: `${top}px`, gridTemplateColumns: grid }}>
         {columns.map((column, k) => <span role="gridcell" class={column.right ? "right" : ""}>{k ? column.cell(c) : <a tabIndex={-1} href={link(c)}>{column.cell(c)}</a>}</span>)}
       </div>
     );
@@ -136,9 +140,9 @@ function Grid({ columns, version, shown, sort, setSort, open, link }: { columns:
   const stretch = Math.max(1, (across - 34) / wide); // plain pixels: rows are laid out quicker than with fractions
   const grid = columns.map((column) => `${Math.floor(column.wide * stretch)}px`).join(" ");
   return (
-    <div class="grid" role="grid" aria-rowcount={shown.length + 1} tabIndex={0} ref={box} style={{ height: `${tall}px` }} onKeyDown={keys} onScroll={(event) => setTop(event.currentTarget.scrollTop)}>
+    <div class="grid" role="grid" aria-label="Clients" aria-rowcount={shown.length + 1} aria-activedescendant={shown[cursor] == null ? undefined : `client-${shown[cursor]}`} tabIndex={0} ref={box} style={{ height: `${tall}px` }} onKeyDown={keys} onScroll={(event) => setTop(event.currentTarget.scrollTop)}>
       <div style={{ minWidth: `${wide + 16}px` }}>
-        <div class="grid-head" role="row" style={{ gridTemplateColumns: grid }}>
+        <div class="grid-head" role="row" aria-rowindex={1} style={{ gridTemplateColumns: grid }}>
           {columns.map((column) => (
             <div role="columnheader" class={column.right ? "right" : ""} aria-sort={sort.key === column.key ? (sort.up ? "ascending" : "descending") : "none"}><button title={column.hint} data-sort={column.key} onClick={() => setSort({ key: column.key, up: sort.key === column.key ? !sort.up : column.key === "name" || column.key === "personal" })}>
               {column.title}{sort.key === column.key && <span aria-hidden="true">{sort.up ? " ↑" : " ↓"}</span>}
@@ -147,7 +151,7 @@ function Grid({ columns, version, shown, sort, setSort, open, link }: { columns:
         </div>
         <div class="grid-body" style={{ height: `${shown.length * HIGH}px` }}>
           {shown.slice(first, last).map((c, i) => (
-            <Row key={c} c={c} top={(first + i) * HIGH} marked={first + i === cursor} columns={columns} version={version} grid={grid} open={open} link={link} />
+            <Row key={c} c={c} index={first + i + 2} top={(first + i) * HIGH} marked={first + i === cursor} columns={columns} version={version} grid={grid} open={open} link={link} />
           ))}
         </div>
         {!shown.length && <p class="quiet">Nobody fits.</p>}

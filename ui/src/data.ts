@@ -61,9 +61,15 @@ export interface About {
   hashes: [string, string][]; paper: [string, string | null][]; card: Record<string, string>; deviations: string[];
   definitions: [string, string][]; command: string; config: string;
 }
+export interface Compared {
+  label: string; seeds: string; finished: boolean; split: string; round: number; flags: string[];
+  runs: { id: string; seed: number | null; partition: string | null }[];
+  personal_mean: number | null; personal_std_over_seeds: number | null; personal_std_over_clients: number | null;
+  [number: string]: unknown;
+}
 export interface Comparison {
-  fair: boolean; unfair: string[]; notes: string[]; settings: [string, string[]][];
-  rows: (Record<string, number | string | null> & { names: string[]; flags: string[] })[];
+  fair: boolean; unfair: string[]; notes: string[]; problems: [string, string][]; settings: [string, string[]][];
+  rows: Compared[];
 }
 
 export interface State<T> { data: T | null; problem: string; busy: boolean }
@@ -136,20 +142,22 @@ export function useView<T>(view: string, params: Params, every = 0, ready = true
 
 /** Several views of one kind, for runs side by side. */
 export function useMany<T>(view: string, runs: string[], every = 0): (T | null)[] {
-  const [found, set] = useState<(T | null)[]>(runs.map(() => null));
+  const name = runs.join("\n");
+  const [state, set] = useState<{ name: string; found: (T | null)[] }>({ name, found: [] });
   useEffect(() => {
     let timer = 0, over = false;
     const go = async () => {
       const all = await Promise.allSettled(runs.map((run) => ask(view, { run })));
       if (over) return;
-      set(all.map((one) => (one.status === "fulfilled" ? (one.value.data as T) : null)));
+      const found = all.map((one) => (one.status === "fulfilled" ? (one.value.data as T) : null));
+      set((old) => (old.name === name && old.found.length && found.every((one, i) => one === old.found[i]) ? old : { name, found }));
       const wait = Math.max(every, ...all.map((one) => (one.status === "fulfilled" ? one.value.wait : 2)));
       if (every) timer = window.setTimeout(go, 1000 * wait);
     };
     void go();
     return () => { over = true; clearTimeout(timer); };
-  }, [view, runs.join("\n"), every]);
-  return found.length === runs.length ? found : runs.map(() => null);
+  }, [view, name, every]);
+  return state.name === name && state.found.length ? state.found : runs.map(() => null);
 }
 
 export interface Where { run: string; round?: number | null; split?: string; seed?: number | null }

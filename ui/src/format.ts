@@ -17,6 +17,13 @@ function scaled(value: number | null | undefined, units: string[]): string {
 
 export const count = (value: number | null | undefined) => scaled(value, ["", "k", "M", "G", "T", "P"]);
 export const size = (value: number | null | undefined) => scaled(value, ["B", "kB", "MB", "GB", "TB", "PB"]);
+export const flop = (value: number | null | undefined) => scaled(value, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"]);
+
+/** The value below which a share p of sorted values lies, between neighbours where it falls between them. */
+export function quantile(sorted: number[], p: number): number {
+  const at = p * (sorted.length - 1), low = Math.floor(at);
+  return sorted[low]! + (at - low) * (sorted[Math.ceil(at)]! - sorted[low]!);
+}
 
 export function duration(seconds: number | null | undefined): string {
   if (seconds == null) return none;
@@ -33,12 +40,15 @@ export function day(text: string): string {
 export const palette = ["var(--blue)", "var(--red)", "var(--green)", "var(--orange)", "var(--purple)", "var(--sky)", "var(--ink)"];
 export const dashes = ["", "6 3", "2 3", "8 3 2 3"];
 export const colourOf = (i: number) => palette[i % palette.length]!;
-export const dashOf = (i: number) => dashes[Math.floor(i / palette.length + i) % dashes.length]!;
+// seven colours and four dashes: no two of the first 28 lines look the same
+export const dashOf = (i: number) => dashes[i % dashes.length]!;
+export const shapes = ["circle", "square", "diamond", "triangle", "cross", "star"];
 
 // Paul Tol's muted colours for classes; beyond ten, hues around the circle in three lightnesses.
 const muted = ["#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499", "#A0A0A0"];
+const themed: Record<string, string> = { "#332288": "var(--indigo)", "#882255": "var(--wine)" }; // too dark for a dark page
 export function classColour(i: number, n: number): string {
-  if (n <= muted.length) return muted[i]!;
+  if (n <= muted.length) return themed[muted[i]!] ?? muted[i]!;
   return `hsl(${Math.round((360 * i) / n)} ${[70, 55, 45][i % 3]}% ${[40, 60, 75][i % 3]}%)`;
 }
 
@@ -49,7 +59,7 @@ const operations: Record<string, string> = {
 };
 export function optionColour(option: string, i: number, n: number, numeric: boolean): string {
   if (operations[option]) return operations[option]!;
-  return numeric || n > 8 ? blue(n < 2 ? 1 : i / (n - 1)) : classColour(i, Math.max(n, 8));
+  return numeric || n > 8 ? blue(n < 2 ? 1 : i / (n - 1)) : muted[i]!;
 }
 
 // From pale to dark blue, as the drawings have it.

@@ -5,17 +5,23 @@ import { Archs } from "./archs";
 import { Client } from "./client";
 import { Clients } from "./clients";
 import { Compare } from "./compare";
-import { type About as AboutData, type Archs as ArchsData, type Clients as ClientsData, type Devices, type Overview as OverviewData, frozen, useView } from "./data";
+import { type About as AboutData, type Archs as ArchsData, type Clients as ClientsData, type Comparison, type Devices, type Overview as OverviewData, frozen, useView } from "./data";
 import { Fairness } from "./fairness";
 import { Curves, Overview, RoundCosts } from "./overview";
 import { Badge, Notice, Progress, href } from "./parts";
 import { Runs } from "./runs";
+import { Versus, type Who, tell } from "./versus";
 import "./style.css";
 
 const pages = [["", "Overview"], ["clients", "Clients"], ["archs", "Architectures"], ["fairness", "Fairness and cost"], ["about", "Setting"]] as const;
 
+/** A part of an address as it was meant; one that is broken stays as it is. */
+function plain(part: string): string {
+  try { return decodeURIComponent(part); } catch { return part; }
+}
+
 function useHash(): string[] {
-  const read = () => location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
+  const read = () => location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(plain);
   const [path, set] = useState(read);
   useEffect(() => { const go = () => set(read()); window.addEventListener("hashchange", go); return () => window.removeEventListener("hashchange", go); }, []);
   return path;
@@ -32,6 +38,7 @@ function App() {
   const path = useHash();
   const where = path.join("/");
   useEffect(() => { window.scrollTo(0, 0); }, [where]);
+  useEffect(() => { if (path[0] !== "run") document.title = path[0] === "compare" ? "Comparison · fedtailor" : "fedtailor"; }, [path[0]]);
   return (
     <>
       <a class="skip" href="#main" onClick={(e) => { e.preventDefault(); document.getElementById("main")!.focus(); }}>Skip to the content</a>
@@ -78,16 +85,24 @@ function Run({ id, page, rest }: { id: string; page: string; rest?: string }) {
 
 /** In a report the same parts stand one below the other, each where the text wants it. */
 function frozenParts(): void {
+  if (frozen!["compare"]) {
+    const by = <T,>(name: string) => new Map(Object.entries(frozen![name] as Record<string, T>));
+    const rows = tell(frozen!["compare"] as Comparison, by<OverviewData>("overviews"), by<Who>("people"));
+    return place({ versus: () => <Versus rows={rows} file="comparison" links={false} />, theme: () => <Theme /> });
+  }
   const run = frozen!["overview"] as OverviewData, data = frozen!["clients"] as ClientsData, archs = frozen!["archs"] as ArchsData | null, devices = frozen!["devices"] as Devices | null;
-  const parts: Record<string, () => any> = {
+  place({
     partition: () => <div class="figures"><Partition run={run} data={data} /></div>,
     rounds: () => <div class="figures"><Curves run={run} /><RoundCosts run={run} /></div>,
     clients: () => <FrozenClients run={run} data={data} archs={archs} devices={devices} />,
     archs: () => <Archs run={run} data={data} archs={archs} devices={devices} />,
     fairness: () => <Fairness run={run} data={data} />,
     theme: () => <Theme />,
-  };
-  for (const place of document.querySelectorAll<HTMLElement>("[data-part]")) { const part = parts[place.dataset.part!]; if (part) render(part(), place); }
+  });
+}
+
+function place(parts: Record<string, () => any>): void {
+  for (const spot of document.querySelectorAll<HTMLElement>("[data-part]")) { const part = parts[spot.dataset.part!]; if (part) render(part(), spot); }
 }
 
 function FrozenClients({ run, data, archs, devices }: { run: OverviewData; data: ClientsData; archs: ArchsData | null; devices: Devices | null }) {
@@ -101,5 +116,11 @@ window.addEventListener("keydown", (event) => {
   if (event.key === "/" && !(event.target as HTMLElement).closest("input, select, textarea")) { const box = document.getElementById("search"); if (box) { event.preventDefault(); box.focus(); } }
 });
 try { const kept = localStorage.getItem("fedtailor-theme"); if (kept) document.documentElement.dataset.theme = kept; } catch { /* as above */ }
-if (frozen) frozenParts();
-else render(<App />, document.getElementById("app")!);
+if (frozen) {
+  frozenParts();
+  // on paper nothing can be unfolded: what is folded is printed too
+  const folded = () => document.querySelectorAll<HTMLDetailsElement>("details:not([open])");
+  let opened: HTMLDetailsElement[] = [];
+  window.addEventListener("beforeprint", () => { opened = [...folded()]; for (const one of opened) one.open = true; });
+  window.addEventListener("afterprint", () => { for (const one of opened) one.open = false; });
+} else render(<App />, document.getElementById("app")!);

@@ -1,8 +1,8 @@
 import { type Line, bars, lines, short } from "./charts";
 import type { Clients, Overview as Data } from "./data";
 import { Figure } from "./figure";
-import { count, duration, percent, size } from "./format";
-import { Tile, href } from "./parts";
+import { count, duration, flop, percent, size } from "./format";
+import { Tile, href, people } from "./parts";
 
 const kinds = { personal: ["personal", "var(--blue)", ""], global: ["global", "var(--orange)", "6 3"], new: ["new clients", "var(--green)", "2 3"] } as const;
 
@@ -12,7 +12,7 @@ export function Headline({ run }: { run: Data }) {
     <div class="tiles">
       {(Object.keys(kinds) as (keyof typeof kinds)[]).map((kind) => {
         const s = run.spreads[kind];
-        return s && <Tile kind={kind} name={`${kinds[kind][0]} accuracy, ${run.split}, round ${run.round}`} value={percent(s.mean)} more={<>worst decile {percent(s.worst_decile)} · std over clients {percent(s.std)} · {s.n} clients<br /><span class="quiet">{meaning[kind]}</span></>} />;
+        return s && <Tile kind={kind} name={`${kinds[kind][0]} accuracy, ${run.split}, round ${run.round}`} value={percent(s.mean)} more={<>worst decile {percent(s.worst_decile)} · std over clients {percent(s.std)} · {people(s.n)}<br /><span class="quiet">{meaning[kind]}</span></>} />;
       })}
     </div>
   );
@@ -31,7 +31,7 @@ export function Curves({ run }: { run: Data }) {
     <>
       {curves.length > 0 && (
         <Figure title="Validation accuracy" file={`${run.name}-accuracy`} at={{ ...at, split: "val" }} caption="Mean over clients, with one std over clients on either side." deps={[run]}
-          keys={curves.map((c) => [c.label, c.colour, c.dash ? "dash" : "line"])}
+          keys={curves.map((c) => [c.label, c.colour, c.dash ?? ""])}
           rows={() => curves.flatMap((c) => c.x.map((round, i) => ({ kind: c.label, round, mean: c.y[i], std_over_clients: c.band?.[i] })))}
           draw={(width) => lines(curves, { width, share: true })} />
       )}
@@ -55,7 +55,7 @@ export function RoundCosts({ run }: { run: Data }) {
         keys={[["to clients", "var(--blue)", "square"], ["from clients", "var(--orange)", "square"]]}
         draw={(width) => bars(c.rounds.flatMap((x, i) => [{ x, y: c.down[i]!, kind: "to clients" }, { x, y: c.up[i]!, kind: "from clients" }]), { "to clients": "var(--blue)", "from clients": "var(--orange)" }, { width, yFormat: size, step: c.per })} />
       <Figure title="Time of each round" file={`${run.name}-time`} at={at} caption="Simulated on the fleet’s devices (the slowest participant), and measured here." deps={[run]} rows={rows}
-        keys={[["simulated", "var(--green)"], ["measured", "var(--purple)", "dash"]]}
+        keys={[["simulated", "var(--green)"], ["measured", "var(--purple)", "6 3"]]}
         draw={(width) => lines([{ label: "simulated", colour: "var(--green)", x: c.rounds, y: c.simulated.map((v) => v / c.per) }, { label: "measured", colour: "var(--purple)", dash: "6 3", x: c.rounds, y: c.measured.map((v) => v / c.per) }], { width, height: 190, yFormat: (v) => (v >= 1 ? `${short(v)} s` : `${short(1000 * v)} ms`), zero: true })} />
     </>
   );
@@ -80,7 +80,7 @@ export function Totals({ run }: { run: Data }) {
   const gpu = run.device.startsWith("cuda");
   const items: [string, string][] = [
     ["Sent to clients", size(s.bytes_down)], ["Received from clients", size(s.bytes_up)],
-    ["Arithmetic at clients", `${count(run.costs.flops.reduce((a, b) => a + b, 0))}FLOP`],
+    ["Arithmetic at clients", flop(run.costs.flops.reduce((a, b) => a + b, 0))],
     ["Simulated time", duration(s.simulated_hours == null ? null : 3600 * s.simulated_hours)],
     [gpu ? "GPU seconds, measured" : "Measured time", duration(s.measured_seconds)],
     ["Parameters of a client’s network, mean", count(s.personal_parameters)], ["FLOPs per image, mean", count(s.personal_flops)],

@@ -25,9 +25,10 @@ export function Progress({ done, of }: { done: number; of: number }) {
   );
 }
 
-export function Choose<T extends string>({ label, value, options, set }: { label: string; value: T; options: [T, string][]; set: (value: T) => void }) {
+/** A choice; `hidden` where its label is only for those who do not see where it stands. */
+export function Choose<T extends string>({ label, hidden, value, options, set }: { label: string; hidden?: boolean; value: T; options: [T, string][]; set: (value: T) => void }) {
   return (
-    <label class="choose">{label}
+    <label class="choose"><span class={hidden ? "hidden" : ""}>{label}</span>
       <select value={value} onChange={(event) => set(event.currentTarget.value as T)}>
         {options.map(([name, text]) => <option value={name}>{text}</option>)}
       </select>
@@ -103,5 +104,6 @@ export function mainClass(counts: number[]): number {
   return counts.indexOf(Math.max(...counts));
 }
 
-export const points = (value: number) => `${value >= 0 ? "+" : "−"}${Math.abs(100 * value).toFixed(1)}`;
+export const people = (n: number) => `${n} client${n === 1 ? "" : "s"}`;
+export const points = (value: number) => (value ? `${value > 0 ? "+" : "−"}${Math.abs(100 * value).toFixed(1)}` : "0.0");
 export { percent };

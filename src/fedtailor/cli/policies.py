@@ -37,7 +37,7 @@ def policies_command(
             "three clients or more that took part before the last checkpoint."
         )
     out = svg or run / "policies.svg"
-    write_bytes(out, picture(found).svg.encode())
+    write_bytes(out, picture(found).encode())
     console = Console()
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     say(f"{found}")

@@ -1,5 +1,7 @@
-"""PerFed-CKT (COMET): Cho et al., Personalized Federated Learning for Heterogeneous Clients with Clustered Knowledge
-Transfer, arXiv:2109.08119. Clients never exchange weights, only what their networks say about a public set.
+"""PerFed-CKT (COMET): Cho et al., arXiv:2109.08119. Clustered knowledge transfer between networks of any kind.
+
+Personalized Federated Learning for Heterogeneous Clients with Clustered Knowledge Transfer. Clients never exchange
+weights, only what their networks say about a public set.
 
 Client k holds a network of any kind and minimises, with P the public set and s_k its logits,
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedtailor.errors import UserError
-from fedtailor.report import plots, versus, words
+from fedtailor.report import words
 from fedtailor.runs.compare import Comparison, compare
 from fedtailor.runs.results import KINDS, Results, duration, worst_tenth
-from fedtailor.ui.freeze import embedded, freeze
+from fedtailor.ui.freeze import embedded, freeze, freeze_comparison
 
 HERE = Path(__file__).parent
 COSTS = {
@@ -89,10 +90,6 @@ def run_page(run: Results) -> dict[str, Any]:
     }
 
 
-def _pictures(*found: plots.Picture | None) -> list[plots.Picture]:
-    return [picture for picture in found if picture]
-
-
 def settings(config: dict[str, Any]) -> list[tuple[str, Any, list[tuple[str, Any]]]]:
     """The config as titled lists: the top-level keys first, then table by table, its name beside its title."""
     plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
@@ -116,7 +113,7 @@ def _client_table(run: Results) -> dict[str, Any]:
     accuracies = {kind: run.per_client(metric, split, at) for kind, metric in KINDS.items()}
     sizes = {"parameters": run.per_client("personal_parameters", ""), "FLOPs": run.per_client("personal_flops", "")}
     counts = run.facts.get("train_counts") or []
-    known = plots.known(accuracies["personal"])
+    known = {client: value for client, value in accuracies["personal"].items() if not math.isnan(value)}
     worst = set(sorted(known, key=lambda client: (known[client], client))[: worst_tenth(len(known))])
     everyone = {client for found in accuracies.values() for client in found}
     clients = sorted(everyone, key=lambda client: (client not in known, known.get(client, 0), client))
@@ -145,19 +142,13 @@ def comparison_page(comparison: Comparison) -> dict[str, Any]:
         "title": "Comparison of " + ", ".join(row.label for row in rows[:4]) + (" and more" if len(rows) > 4 else ""),
         "lead": _comparison_lead(comparison),
         "comparison": comparison,
-        "rows": [{**_row(row), "colour": versus.look(i)[0]} for i, row in enumerate(rows)],
+        "rows": [_row(row) for row in rows],
         "kinds": [kind for kind in KINDS if any(row.accuracy(kind) for row in rows)],
         "kind_names": words.KIND_NAMES,
-        "curves": _pictures(
-            versus.curves(comparison, "personal_accuracy", "val", "Validation accuracy, personal"),
-            versus.curves(comparison, "global_accuracy", "val", "Validation accuracy, global"),
-            versus.curves(comparison, "loss", "train", "Training loss"),
-            versus.traffic(comparison),
-        ),
-        "paired": versus.paired(comparison) if len(rows) > 1 else None,
         "costs": _cost_rows(comparison),
         "settings": comparison.differing(),
         "definitions": words.DEFINITIONS,
+        **embedded(freeze_comparison(comparison)),
     }
 
 
@@ -181,13 +172,7 @@ def _comparison_lead(comparison: Comparison) -> str:
     return f"{told} The rows are not equal in everything that matters: read the flags before the numbers."
 
 
-def _cost_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """One line per cost: what it is, and for each row its words and its share of the largest, for a bar."""
-    lines = []
-    for key, (label, say) in COSTS.items():
-        values = [cost.mean if (cost := row.cost(key)) else None for row in comparison.rows]
-        top = max((value for value in values if value is not None), default=None)
-        if top is not None:
-            cells = [(say(value), 0 if value is None or not top else round(100 * value / top)) for value in values]
-            lines.append({"label": label, "cells": cells})
-    return lines
+def _cost_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    """One line per cost that any row has: what it is, and its words for each row."""
+    found = [(told, [row.cost(key) for row in comparison.rows]) for key, told in COSTS.items()]
+    return [(label, [say(v and v.mean) for v in values]) for (label, say), values in found if any(values)]

@@ -1,7 +1,4 @@
-"""The report's figures: matplotlib drawings as inline SVG, without pyplot and without any global state.
-
-Keys and captions are not drawn but handed to the page, which sets them in its own type and escapes them.
-"""
+"""Matplotlib drawings as SVG, for commands that write a picture: without pyplot and without any global state."""
 
 from __future__ import annotations
 
@@ -9,10 +6,7 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from fedtailor.errors import UserError
 
@@ -20,12 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by colour-blind readers; lines also differ in dash, dots also in shape.
+# Okabe and Ito's colours, told apart by colour-blind readers.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 INK, MUTED, RULE = "#1f2933", "#5f6c7b", "#e4e9ef"
 COLOURS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, INK)
-DASHES = {"-": "line", "--": "dash", ":": "dots", "-.": "dashdot"}  # as drawn, as named in the key
-HALF, WIDE = (5.2, 3.1), (10.6, 3.3)
+HALF = (5.2, 3.1)
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -49,27 +42,6 @@ STYLE: dict[Any, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Key:
-    """An entry of a figure's key, set by the page: line, dash, dots, dashdot, dot, ring, diamond, up or square."""
-
-    label: str
-    colour: str
-    shape: str = "line"
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure for the page: the drawing, what it is called, how to read it, and its content in words."""
-
-    title: str
-    svg: str
-    caption: str
-    alt: str
-    keys: tuple[Key, ...] = ()
-    wide: bool = False
-
-
 @contextmanager
 def drawing(name: str, size: tuple[float, float], rows: int = 1, columns: int = 1) -> Iterator[tuple[Any, Any, list]]:
     """A figure, its axes in one list, and a list that holds the SVG after the block."""
@@ -78,7 +50,7 @@ def drawing(name: str, size: tuple[float, float], rows: int = 1, columns: int = 
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError(
-            "the report needs matplotlib, which is not installed: pip install 'fedtailor[report]'"
+            "this picture needs matplotlib, which is not installed: pip install 'fedtailor[report]'"
         ) from None
     out: list[str] = []
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
@@ -105,18 +77,6 @@ def percent_axis(axes: Axes, axis: str = "y") -> None:
     from matplotlib.ticker import FuncFormatter
 
     getattr(axes, f"{axis}axis").set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %"))
-
-
-def round_axis(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, steps=[1, 2, 5, 10]))
-    axes.set_xlabel("round")
-    axes.grid(axis="y")
-
-
-def known(values: dict[int, float]) -> dict[int, float]:
-    return {client: value for client, value in values.items() if not np.isnan(value)}
 
 
 def cut(text: str, length: int) -> str:

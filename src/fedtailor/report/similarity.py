@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import UserError
 from ..runs.columns import Floats, Ints
-from .plots import BLUE, HALF, INK, Key, Picture, drawing
+from .plots import BLUE, HALF, INK, drawing
 
 DEALS = 999
 BINS = 8
@@ -74,10 +74,10 @@ def compare_clients(
 
 def similarity_svg(label_counts: ArrayLike, policies: Sequence[ArrayLike]) -> str:
     """The scatter of all pairs of clients as SVG; the arguments are those of `compare_clients`."""
-    return picture(compare_clients(label_counts, policies)).svg
+    return picture(compare_clients(label_counts, policies))
 
 
-def policy_similarity(folder: Path) -> Picture | None:
+def policy_similarity(folder: Path) -> str | None:
     """The picture for a run; None where the method has no policy per client, or fewer than three have one yet."""
     found = read_similarity(folder)
     return found if found is None else picture(found)
@@ -106,10 +106,9 @@ def read_similarity(folder: Path) -> Similarity | None:
     return compare_clients(np.asarray(facts["train_counts"])[searched], policies, searched)
 
 
-def picture(found: Similarity) -> Picture:
-    """All pairs as dots, with the mean in equal shares of them as a line."""
-    order = np.argsort(found.labels, kind="stable")
-    parts = [part for part in np.array_split(order, BINS) if len(part)]
+def picture(found: Similarity) -> str:
+    """All pairs as dots, with the mean in equal shares of them as a line, which Theorem 1 expects to rise; as SVG."""
+    parts = equal_shares(found.labels)
     with drawing("similarity", HALF) as (_, (axes,), out):
         faint = float(np.clip(300 / len(found.pairs), 0.08, 0.6))
         axes.scatter(found.labels, found.policies, s=12, color=BLUE, alpha=faint, linewidth=0)
@@ -117,9 +116,14 @@ def picture(found: Similarity) -> Picture:
         axes.set_xlabel("similarity of label distributions")
         axes.set_ylabel("similarity of policies")
         axes.grid()
-    caption = f"{found}. Theorem 1 of PerFedRLNAS expects the line to rise."
-    keys = (Key("a pair of clients", BLUE, "dot"), Key("mean", INK))
-    return Picture("Similar data, similar policies?", out[0], caption, str(found), keys)
+    return out[0]
+
+
+def equal_shares(values: Floats) -> list[Ints]:
+    """Places of the values in shares of like size, from low to high; equal values stay together."""
+    edges = np.unique(np.quantile(values, np.linspace(0, 1, BINS + 1)[1:-1]))
+    share = np.searchsorted(edges, values, side="left")
+    return [part for k in range(len(edges) + 1) if len(part := np.flatnonzero(share == k))]
 
 
 def _shared_labels(frequencies: Floats) -> Floats:

@@ -119,7 +119,7 @@ def sentence(run: Results) -> str:
         each = f" (participants per round: {setting(participants)})"
     plural = "round" if rounds == 1 else "rounds"
     ran = f"{run.method} trained {run.network or 'a network'} for {rounds} {plural} on {run.section('data')}"
-    ran += f", split over {clients} clients{each}" if clients is not None else ""
+    ran += f", split over {clients} client{'' if clients == 1 else 's'}{each}" if clients is not None else ""
     split, at = run.reported_at()
     personal, shared = run.spreads["personal"], run.spreads["global"]
     if personal is None:

@@ -272,7 +272,19 @@ def _labels(runs: Sequence[Results]) -> list[str]:
             told = [f"{key.removesuffix('.name')} {values[position]}" for key, values in list(settings.items())[:3]]
             labels[i] = ", ".join([name, *told])
     repeated = {label for label, count in Counter(labels).items() if count > 1}
-    return [f"{label} ({run.name})" if label in repeated else label for label, run in zip(labels, runs, strict=True)]
+    places = _places(runs)
+    return [f"{label} ({places[run]})" if label in repeated else label for label, run in zip(labels, runs, strict=True)]
+
+
+def _places(runs: Sequence[Results]) -> dict[Results, str]:
+    """Each run's folder in short: its name, with those above it where others have the same."""
+    paths = {run: run.folder.resolve().parts for run in runs}
+    told = {}
+    for run, path in paths.items():
+        others = [other for other in paths.values() if other != path]
+        length = next(n for n in range(1, len(path) + 1) if path[-n:] not in [other[-n:] for other in others])
+        told[run] = "/".join(path[-length:])
+    return told
 
 
 def _unfair(groups: list[list[Results]], labels: list[str]) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -311,13 +323,14 @@ def _short(value: Any) -> str:
 def _notes(rows: Sequence[Row]) -> list[str]:
     notes = []
     runs = [(row, run) for row in rows for run in row.runs]
+    places = _places([run for _, run in runs])
     for (_, a), (_, b) in itertools.combinations(runs, 2):
         if a.config.get("seed") != b.config.get("seed") or differing([a, b]):
             continue
         if identical(a, b):
-            notes.append(f"{a.name} and {b.name} are identical, measured times aside: one result, not two.")
+            notes.append(f"{places[a]} and {places[b]} are identical, measured times aside: one result, not two.")
         else:
-            notes.append(f"{a.name} and {b.name} have the same settings and seed but not the same events.")
+            notes.append(f"{places[a]} and {places[b]} have the same settings and seed but not the same events.")
     for row in rows:
         partitions = {run.facts.get("partition_hash") for run in row.runs}
         if len(partitions) > 1:

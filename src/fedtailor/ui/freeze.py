@@ -1,4 +1,4 @@
-"""A run's views in one table, for a page that carries them within itself: the report."""
+"""Views in one table, for a page that carries them within itself: the report of a run, or a comparison."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..runs.compare import Comparison
 from ..runs.results import Results
 from . import networks, searches, views
 
@@ -40,6 +41,18 @@ def freeze(run: Results) -> dict[str, Any]:
         found |= _within(DRAWINGS, {f"drawing&client={c}": lambda c=c: networks.drawing(run, c) for c in range(n)})
         found |= _within(PICTURES, {f"look&client={c}": lambda c=c: networks.look(run, c) for c in _cheap(run, people)})
     return found
+
+
+def freeze_comparison(comparison: Comparison) -> dict[str, Any]:
+    """What the page of a comparison carries: its rows, and of each run the curves, the costs and who fares how."""
+    runs = [run for row in comparison.rows for run in row.runs]
+    ids = {run: str(i) for i, run in enumerate(runs)}
+    people = {ids[run]: views.clients(run) for run in runs}
+    return {
+        "compare": views.comparison(comparison, ids),
+        "overviews": {ids[r]: views.overview(r, r.name, str(r.facts.get("status", "unknown"))) for r in runs},
+        "people": {i: {key: of[key] for key in ("split", "name", "personal", "held")} for i, of in people.items()},
+    }
 
 
 def _tried(make: Callable[[], Any]) -> Any:

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import UserError
+from ..runs.compare import compare
 from ..runs.results import Results
 from . import networks, searches, views
 from .shelf import Shelf
@@ -35,6 +36,7 @@ _one_at_a_time = threading.Lock()  # threads that import the same modules at onc
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 COOKIE = "fedtailor"
 PACE = 400  # a page asks for a view again after so many times what it cost: with its four, one hundredth of a core
+GONE = "There is no such run here: it was deleted, moved or never was."
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
@@ -145,13 +147,13 @@ async def _static(request: Request) -> Response:
 Work = Callable[[], Any]
 
 
-async def _answer(request: Request, version: Callable[[], str], work: Work) -> Response:
+async def _answer(shelf: Shelf, request: Request, version: Callable[[], str], work: Work) -> Response:
     """JSON, or 304 where the browser has it already. That a run cannot be read is an answer: {"error": why}."""
     known = request.headers.get("if-none-match")
 
     def answer() -> Response:
         began = time.thread_time()
-        tag = f'"{version()}"'
+        tag = f'"{shelf.born}-{version()}"'
         if known == tag:
             return Response(status_code=304, headers={"ETag": tag, **_wait(began)})
         found = _json(work(), 200)
@@ -161,7 +163,7 @@ async def _answer(request: Request, version: Callable[[], str], work: Work) -> R
     try:
         return await run_in_threadpool(answer)
     except KeyError:
-        return _json({"error": "There is no such run here: it was deleted, moved or never was."}, 404)
+        return _json({"error": GONE}, 404)
     except UserError as error:
         return _json({"error": str(error)}, 200)
     except Exception as error:  # a page that goes on is worth more than a trace that nobody sees
@@ -179,9 +181,8 @@ def _json(found: Any, status: int) -> Response:
 
 
 async def _runs(shelf: Shelf, request: Request) -> Response:
-    return await _answer(
-        request, lambda: f"{time.monotonic_ns()}", lambda: {"root": shelf.root.name, "runs": shelf.cards()}
-    )
+    told = lambda: {"root": shelf.root.name, "runs": shelf.cards()}  # noqa: E731
+    return await _answer(shelf, request, lambda: f"{time.monotonic_ns()}", told)
 
 
 def _read(shelf: Shelf, run: str) -> Results:
@@ -192,12 +193,31 @@ def _read(shelf: Shelf, run: str) -> Results:
 
 
 async def _compare(shelf: Shelf, request: Request) -> Response:
-    names = request.query_params.getlist("run")[:24]
-    return await _answer(
-        request,
-        lambda: "-".join(str(shelf.follower(name).version) for name in names),
-        lambda: views.comparison(_read(shelf, name) for name in names),
-    )
+    names = list(dict.fromkeys(request.query_params.getlist("run")[:24]))
+
+    def version(name: str) -> str:
+        try:
+            follower = shelf.follower(name)
+        except KeyError:
+            return "none"
+        return f"{follower.version}{follower.status}"
+
+    def work() -> Any:
+        """Those that can be read; of the others why they cannot."""
+        ids: dict[Results, str] = {}
+        problems: list[tuple[str, str]] = []
+        for name in names:
+            try:
+                ids[_read(shelf, name)] = name
+            except KeyError:
+                problems.append((name, GONE))
+            except UserError as error:
+                problems.append((name, str(error)))
+        if not ids:
+            raise UserError(" ".join(f"{name}: {text}" for name, text in problems) or "Choose runs to compare.")
+        return {**views.comparison(compare(list(ids), order="given"), ids), "problems": problems}
+
+    return await _answer(shelf, request, lambda: "-".join(map(version, names)), work)
 
 
 async def _view(shelf: Shelf, request: Request) -> Response:
@@ -231,4 +251,4 @@ async def _view(shelf: Shelf, request: Request) -> Response:
         follower = shelf.follower(name)
         return f"{follower.version}-{follower.status}-{view}-{whole('client')}-{whole('round')}"
 
-    return await _answer(request, version, work)
+    return await _answer(shelf, request, version, work)

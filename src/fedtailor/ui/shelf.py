@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class Shelf:
         if not root.is_dir():
             raise UserError(f"{root} is not a folder. Give the folder that holds runs, or one run.")
         self.root = root.resolve()
+        self.born = f"{time.time_ns():x}"  # versions count from here: those of an earlier server mean nothing
         self._followers: dict[str, Follower] = {}
         self._cards: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._lock = threading.Lock()

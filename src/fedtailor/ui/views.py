@@ -7,13 +7,14 @@ what is about a search, its architectures and policies, in `searches`.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..report import words
+from ..runs.compare import Comparison
 from ..runs.results import KINDS, Results, Series, worst_tenth
 from .numbers import number, numbers, shares
 from .shelf import run_card
@@ -260,19 +261,21 @@ def _text(path: Path) -> str:
         return ""
 
 
-def comparison(runs: Iterable[Results]) -> dict[str, Any]:
-    """What to know before reading runs side by side."""
-    from ..runs.compare import compare
-
-    found = compare(list(runs), order="given")
+def comparison(found: Comparison, ids: Mapping[Results, str]) -> dict[str, Any]:
+    """What to know before reading runs side by side, their rows, and the runs behind each by the ids given."""
     rows = []
     for row in found.rows:
         record = {k: (number(v) if isinstance(v, float) else v) for k, v in row.record().items()}
-        rows.append({**record, "names": [run.name for run in row.runs], "flags": list(row.flags)})
+        runs = [
+            {"id": ids[run], "seed": run.config.get("seed"), "partition": run.facts.get("partition_hash")}
+            for run in row.runs
+        ]
+        rows.append({**record, "runs": runs, "flags": list(row.flags)})
     return {
         "fair": found.fair,
         "unfair": list(found.unfair),
         "notes": list(found.notes),
+        "problems": [],
         "rows": rows,
         "settings": [[key, values] for key, values in found.differing().items()],
     }
