@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
+import ssl
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fedtailor
-from fedtailor import values
+from fedtailor import certificates, values
 from fedtailor.certificates import make_certificates, node_folder, node_keys, server_folder
 from fedtailor.engine.wire import Parcel, Refused, unpack
 from fedtailor.errors import UserError
@@ -269,6 +271,71 @@ def test_certificates(tmp_path: Path) -> None:
         make_certificates(tmp_path, [], ["../evil"])
     with pytest.raises(UserError, match=r"no server\.crt"):
         server_folder(tmp_path / "ash")
+
+
+def test_the_authority_may_lie_in_a_drawer(tmp_path: Path) -> None:
+    """A node is added without it; a new certificate is signed by the authority that clients trust, or by none."""
+    keys, drawer = tmp_path / "keys", tmp_path / "drawer"
+    make_certificates(keys, ["127.0.0.1"], ["ash"])
+    (keys / "authority").rename(drawer)
+    assert make_certificates(keys, [], ["birch"]) == ["birch"]
+    assert (keys / "birch" / "ca.crt").read_bytes() == (keys / "ash" / "ca.crt").read_bytes()
+    before = (keys / "server" / "server.crt").read_bytes()
+    with pytest.raises(UserError, match="Put the folder back"):
+        make_certificates(keys, ["fl.example.org"], [])
+    assert (keys / "server" / "server.crt").read_bytes() == before
+    drawer.rename(keys / "authority")
+    assert make_certificates(keys, ["fl.example.org"], []) == ["server"]
+    assert (keys / "server" / "ca.crt").read_bytes() == (keys / "ash" / "ca.crt").read_bytes()
+
+
+def test_certificates_are_such_as_every_python_trusts(tmp_path: Path) -> None:
+    """From Python 3.13 on, a default context is a strict one."""
+    make_certificates(tmp_path, ["127.0.0.1"], [])
+    server = tmp_path / "server"
+    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=server / "ca.crt")
+    ours.load_cert_chain(server / "server.crt", server / "server.key")
+    theirs.verify_flags |= ssl.VERIFY_X509_STRICT
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [theirs.wrap_bio(down, up, server_hostname="127.0.0.1"), ours.wrap_bio(up, down, server_side=True)]
+    for _ in range(3):
+        for end in ends:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    assert ends[0].version() == "TLSv1.3"
+
+
+@pytest.mark.parametrize("host", ["", "fl.example.org:8000", "a b", "bücher.example", "-x", "https://fl.example.org"])
+def test_hosts_that_are_none(host: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no host"):
+        make_certificates(tmp_path, ["127.0.0.1", host], [])
+    with pytest.raises(UserError, match="valid for 1 to"):
+        make_certificates(tmp_path, ["127.0.0.1"], [], days=0)
+    assert not any(tmp_path.iterdir())
+
+
+def test_keys_that_no_other_side_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_certificates(tmp_path / "a", ["127.0.0.1"], ["ash"])
+    make_certificates(tmp_path / "b", ["127.0.0.1"], [])
+    good, other = tmp_path / "a" / "server", tmp_path / "b" / "server"
+    assert server_folder(tmp_path / "a") == good
+    for file, why in (("ca.crt", "would trust"), ("server.key", "does not belong"), ("server.crt", "would trust")):
+        mixed = tmp_path / "mixed"
+        shutil.copytree(good, mixed, dirs_exist_ok=True)
+        shutil.copy(other / file, mixed)
+        with pytest.raises(UserError, match=why):
+            server_folder(mixed)
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime.now(tz) + timedelta(days=900)
+
+    monkeypatch.setattr(certificates, "datetime", Later)
+    with pytest.raises(UserError, match=r"server\.crt was valid until 20.*Renew it"):
+        server_folder(good)
+    (tmp_path / "a" / "ash" / "node.key").write_text("no key")
+    with pytest.raises(UserError, match="no private key"):
+        node_folder(tmp_path / "a", "ash")
 
 
 def test_no_protection_must_be_asked_for(tmp_path: Path) -> None:
