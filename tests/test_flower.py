@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import fedtailor
 from fedtailor import certificates, values
 from fedtailor.certificates import make_certificates, node_folder, node_keys, server_folder
-from fedtailor.engine.wire import Parcel, Refused, unpack
+from fedtailor.engine.parcel import Parcel, Refused, unpack
 from fedtailor.errors import UserError
 from fedtailor.export.predict import open_model
 from fedtailor.runs.execute import start
@@ -325,6 +325,7 @@ def test_keys_that_no_other_side_would_take(tmp_path: Path, monkeypatch: pytest.
         shutil.copy(other / file, mixed)
         with pytest.raises(UserError, match=why):
             server_folder(mixed)
+
     class Later(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> datetime:

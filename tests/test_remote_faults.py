@@ -13,7 +13,7 @@ import torch
 
 from fedtailor import values
 from fedtailor.engine.crowd import Waiting
-from fedtailor.engine.wire import Parcel, pack, unpack
+from fedtailor.engine.parcel import Parcel, pack, unpack
 from fedtailor.errors import UserError
 from fedtailor.registry import names
 from fedtailor.runs.execute import start

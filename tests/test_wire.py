@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedtailor.engine import wire
-from fedtailor.engine.wire import Evaluate, Evaluated, Parcel, Refused, Request, Response, Work, Worked, pack, unpack
+from fedtailor.engine import parcel, wire
+from fedtailor.engine.parcel import Parcel, Refused, pack, unpack
+from fedtailor.engine.wire import Evaluate, Evaluated, Request, Response, Work, Worked
 from fedtailor.fleet.budget import Budget
 from fedtailor.fleet.profile import shipped
 from fedtailor.method import Reply, Seat, Task
@@ -40,7 +41,7 @@ def replaced(**changes: object) -> Parcel:
     return respond(dataclasses.replace(REPLY, **changes))
 
 
-@pytest.mark.parametrize("dtype", wire.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", parcel.DTYPES.values(), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 5)], ids=str)
 def test_tensors_keep_type_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     before = (torch.randn(shape) * 100).to(dtype)
@@ -82,7 +83,7 @@ def test_a_request_and_a_response_survive_the_way() -> None:
     [
         (Parcel("", b""), "no message"),
         (Parcel("[" * 100_000, b""), "no message"),
-        (Parcel("{}" + " " * wire.LAYOUT_LIMIT, b""), "layout has"),
+        (Parcel("{}" + " " * parcel.LAYOUT_LIMIT, b""), "layout has"),
         (Parcel(json.dumps({"format": 99, "tree": {}, "tensors": {}}), b""), "format 99"),
         (Parcel(pickle.dumps({"run": "run-1"}).hex(), pickle.dumps({"run": "run-1"})), "no message"),
         (Parcel(json.dumps({"format": 1, "tree": {}, "tensors": {"/x": ["float32", 4]}}), b"1234"), "beyond"),

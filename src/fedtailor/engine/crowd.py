@@ -14,8 +14,9 @@ from torch import Tensor
 from .. import __version__
 from ..card import Message
 from ..errors import UserError
+from .parcel import Parcel, Refused
 from .site import PROBLEMS
-from .wire import SAMPLES_LIMIT, Parcel, Refused, Request, Response, Work, Worked, read_response
+from .wire import SAMPLES_LIMIT, Request, Response, Work, Worked, read_response
 
 POLL = 0.1  # seconds between looks for replies
 LOOK = 1.0  # seconds between looks for clients that came or went
