@@ -11,9 +11,11 @@ import ssl
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,17 @@ from test_remote import FEW, NAMES, config_of, require_same, state_of
 pytest.importorskip("flwr")
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.proto.control_pb2 import ListNodesRequest
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedtailor.engine.flower import watch_sizes
+from fedtailor.engine.flower import link, watch_sizes
 from fedtailor.engine.flower.__main__ import LocalOnly
 from fedtailor.engine.flower.apps import WHOLE, GridPost, client_app, server_app, to_content, to_parcel
 from fedtailor.engine.flower.link import APP, SuperLink, environment, free_port
 from fedtailor.engine.flower.loopback import Loopback
+from fedtailor.engine.flower.node import unanswered
 
 TWO = NAMES[:2]
 CONFIGS = {
@@ -337,6 +341,70 @@ def test_keys_that_no_other_side_would_take(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "a" / "ash" / "node.key").write_text("no key")
     with pytest.raises(UserError, match="no private key"):
         node_folder(tmp_path / "a", "ash")
+
+
+def test_who_is_shut_out_stays_out_and_may_be_let_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server starts as often as it likes, and no server takes the place of another at its port."""
+    monkeypatch.setattr(link, "LEAVE", 0.0)
+    keys, port, ash = tmp_path / "keys", free_port(), tmp_path / "keys" / "server" / "nodes" / "ash.pub"
+    make_certificates(keys, ["127.0.0.1"], ["ash", "birch"])
+    drawer = ash.rename(tmp_path / "ash.pub")
+
+    def names() -> set[str]:
+        server = SuperLink("127.0.0.1", port, keys / "server", tmp_path / "link", print)
+        try:
+            server.start()
+            with pytest.raises(UserError, match="cannot listen on 127"):
+                SuperLink("127.0.0.1", port, keys / "server", tmp_path / "other", print).start()
+            found = server.register(node_keys(keys / "server"))
+            with server._control() as control:
+                inside = {n.node_id for n in control.ListNodes(ListNodesRequest()).nodes_info}
+            assert inside == found.keys()
+            return set(found.values())
+        finally:
+            server.close()
+
+    assert names() == {"birch"}
+    drawer.rename(ash)
+    assert names() == {"ash", "birch"}
+    ash.rename(drawer)
+    assert names() == {"birch"}
+    assert names() == {"birch"}
+    assert stat.S_IMODE((tmp_path / "link").stat().st_mode) == 0o700
+
+
+def test_a_proxy_of_the_site_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "intranet.example")
+    monkeypatch.setenv("NO_PROXY", "")
+    link.keep_quiet("10.1.2.3")
+    for name in ("no_proxy", "NO_PROXY"):
+        assert os.environ[name].split(",") == ["intranet.example", "127.0.0.1", "::1", "localhost", "10.1.2.3"]
+
+
+def test_a_client_is_told_why_no_server_answers(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "a", ["localhost"], ["ash"])
+    make_certificates(tmp_path / "b", ["localhost"], ["ash"])
+    trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trusted.load_cert_chain(tmp_path / "a" / "server" / "server.crt", tmp_path / "a" / "server" / "server.key")
+
+    class Empty(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Empty)
+    server.socket = trusted.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"127.0.0.1:{server.server_port}"
+    try:
+        assert unanswered(address, tmp_path / "a" / "ash") == ""
+        assert "certificate verify failed" in unanswered(address, tmp_path / "b" / "ash")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "refused" in unanswered(address, tmp_path / "a" / "ash")
+    assert unanswered("fl.example.invalid:x", None)
 
 
 def test_no_protection_must_be_asked_for(tmp_path: Path) -> None:
