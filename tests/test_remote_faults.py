@@ -65,6 +65,10 @@ def _undeclared(value: dict[str, Any]) -> None:
     value["worked"]["reply"]["facts"] = {"loss": 0.5, "patients": 12}
 
 
+def last_of(folder: Path) -> Path:
+    return sorted((folder / "checkpoints").glob("server-*.safetensors"))[-1]
+
+
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The server's state after a run to which client-001 has given nothing."""
@@ -97,6 +101,33 @@ def test_a_reply_that_a_method_cannot_merge_is_left_out(tmp_path: Path) -> None:
     listener = Listener()
     post = MemoryPost(tmp_path / "sites", NAMES, changed(empty))
     serve(config_of("perfedrlnas", participants=4), tmp_path / "run", post, NAMES, watch=listener)
+    assert "the reply of client-001 is refused" in listener.said
+
+
+def test_a_reply_that_would_make_the_server_infinite_is_left_out(tmp_path: Path) -> None:
+    """FedNova divides by what a client says of its steps."""
+
+    def short(value: dict[str, Any]) -> None:
+        value["worked"]["reply"]["facts"]["reach"] = 1e-38
+        value["worked"]["reply"]["weights"]["tensors"][0].fill_(1e3)
+
+    listener = Listener()
+    config = config_of("fednova", participants=4, local__momentum=0.0)
+    post = MemoryPost(tmp_path / "sites", NAMES, changed(short))
+    folder = serve(config, tmp_path / "run", post, NAMES, watch=listener)
+    assert "the reply of client-001 is refused: ValueError: it makes weights/" in listener.said
+    assert all(t.isfinite().all() for _, t in values.tensors_in(values.read_value(last_of(folder))))
+
+
+def test_scores_of_another_number_are_left_out(tmp_path: Path) -> None:
+    def more(value: dict[str, Any]) -> None:
+        extra = value["worked"]["reply"]["extra"]
+        extra["tensors"] = [torch.cat([t, t]) for t in extra["tensors"]]
+
+    listener = Listener()
+    post = MemoryPost(tmp_path / "sites", NAMES, changed(more))
+    changes: dict[str, Any] = {"participants": 4, "clients": 4, "rounds": 3}
+    serve(config_of("global-perturbation", **changes), tmp_path / "run", post, NAMES, watch=listener)
     assert "the reply of client-001 is refused" in listener.said
 
 
@@ -255,6 +286,37 @@ def test_who_is_not_taken_in(tmp_path: Path) -> None:
     assert "'client-001' is not taken in: 1000000000000 is no believable number of training images" in listener.said
     assert "'client-002' is not taken in: it runs fedtailor 0.0.0" in listener.said
     assert "'client-000' is not taken in: its key is registered for 'client-003'" in listener.said
+
+
+@pytest.mark.parametrize("classes", [[1, "a"], ["\x1b[2J"], ["\ud800"], [""], ["a", "a"], "ab", []])
+def test_classes_without_proper_names(classes: object, tmp_path: Path) -> None:
+    """One client must not stop the others, nor write on the server's terminal."""
+
+    def twist(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if value["about"] and name == "client-001":
+            value["about"]["classes"] = classes
+        return pack(value)
+
+    listener = Listener()
+    config = config_of("fedavg", participants=4, rounds=1)
+    serve(config, tmp_path / "run", MemoryPost(tmp_path / "s", NAMES, twist), NAMES, start_with=3, watch=listener)
+    assert "'client-001' is not taken in: " in listener.said
+    assert "client-002 is here" in listener.said
+
+
+def test_a_server_that_waits_says_for_whom(tmp_path: Path) -> None:
+    class Slow(MemoryPost):
+        def nodes(self) -> dict[int, str]:  # type: ignore[override]
+            if "not yet" in listener.said:
+                self.away.clear()
+            return dict(super().nodes())
+
+    listener = Listener()
+    post = Slow(tmp_path / "sites", NAMES)
+    post.away |= {"client-001", "client-003"}
+    serve(config_of("fedavg", rounds=1), tmp_path / "run", post, NAMES, watch=listener)
+    assert "2 of 4 clients are here; not yet: client-001, client-003\n" in listener.said
 
 
 def test_without_keys_a_second_node_of_a_name_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -24,7 +25,7 @@ from tools import Three, three
 SPACE: FixedNet = Three((1, 1, 1), 2)
 PROFILE = shipped().get("phone-high")
 SEAT = Seat(3, "hospital-3", 40, PROFILE, Budget(flops=1e6), True, SPACE, 8, 40)
-TASK = Task(three(1, 2, 3), extra={"alpha": torch.zeros(2)}, facts={"phase": "search"})
+TASK = Task(three(1, 2, 3), extra={"alpha": torch.zeros(2), "asked": torch.tensor([[1, 0]])}, facts={"phase": "search"})
 REQUEST = Request("run-1", "n1", "rounds = 3", ("a", "b"), SEAT, 3, None, Work(2, TASK, 1))
 REPLY = Reply(three(4, 5, 6), extra={"alpha": torch.ones(2)}, facts={"loss": 0.5, "accuracy": 0.25})
 
@@ -134,6 +135,10 @@ NAN, INFINITE = three(float("nan"), 0, 0), three(0, float("inf"), 0)
         (replaced(facts={"note": "x" * 100_000}), "letters"),
         (replaced(facts={str(i): i for i in range(200)}), "200 facts"),
         (replaced(extra={"more": torch.zeros(1 << 19)}), "more than"),
+        (replaced(facts={"loss": 10**400}), "'loss'"),
+        (replaced(facts={"loss": [0.5]}), "'loss'"),
+        (replaced(facts={"loss": 0.5, "phase": "deploy"}), "'phase' was 'search'"),
+        (replaced(extra={"asked": torch.tensor([[1, 7]])}), "'asked' are whole numbers"),
         (respond(number="n0"), "replayed"),
         (respond(run="run-0"), "replayed, or of another run"),
         (respond(client="hospital-4"), "comes from 'hospital-4'"),
@@ -144,6 +149,28 @@ NAN, INFINITE = three(float("nan"), 0, 0), three(0, float("inf"), 0)
 def test_hostile_replies_are_refused(parcel: Parcel, why: str) -> None:
     with pytest.raises(Refused, match=why):
         read(parcel)
+
+
+@pytest.mark.parametrize("part", ["about", "evaluated", "worked", "run", "problem"])
+@pytest.mark.parametrize("content", [torch.ones(2), [], [[1]], 10**400, "x", {"reply": torch.ones(2)}], ids=repr)
+def test_parts_of_another_kind_are_refused_or_mean_nothing(part: str, content: object) -> None:
+    """A server that stops at a client's message is one that any client can stop."""
+    value = unpack(respond())
+    value[part] = content
+    hello = dataclasses.replace(REQUEST, seat=None, work=None)
+    for request in (REQUEST, hello, dataclasses.replace(REQUEST, evaluate=Evaluate(1, TASK, 0))):
+        with contextlib.suppress(Refused):
+            read(pack(value), request)
+
+
+@pytest.mark.parametrize(
+    "facts", [{"arch": "1\n9,0,test,personal_accuracy,1.0"}, {"arch": "1,2"}, {"accuracy": 1.0}, {"flops": [1, 2]}]
+)
+def test_what_a_network_is_writes_no_rows_of_its_own(facts: dict[str, object]) -> None:
+    request = dataclasses.replace(REQUEST, work=None, evaluate=Evaluate(1, TASK, 0))
+    assert read(respond(worked=None, evaluated=Evaluated({}, {}, {"arch": "1-0+2-x", "flops": 7})), request).evaluated
+    with pytest.raises(Refused, match=r"nothing that a network is|no number"):
+        read(respond(worked=None, evaluated=Evaluated({}, {}, facts)), request)  # type: ignore[arg-type]
 
 
 def test_scores_are_between_zero_and_one() -> None:

@@ -65,7 +65,9 @@ def unpack(parcel: Parcel) -> Value:
         if layout["format"] != FORMAT:
             raise Refused(f"it is of message format {layout['format']!r}, not {FORMAT}")
         return restored(layout["tree"], _tensors(layout["tensors"], parcel.data))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+    except Refused:
+        raise
+    except Exception as error:  # a hostile layout may make this fail in any way
         raise Refused(f"it is no message of this package ({type(error).__name__})") from error
 
 

@@ -10,12 +10,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
+
 from ..errors import UserError
 from ..evaluate import Kept, onboard, personal_rows
 from ..fleet.clock import round_seconds
 from ..fleet.fleet import Fleet, FleetConfig
 from ..method import Job, Method, Reply, Seat, Server, Task
-from ..values import bytes_of
+from ..values import bytes_of, tensors_in
 from .crowd import AGAIN, Crowd, Waiting, new_number
 from .loop import Answer, Event, Memory, Rounds, State
 from .wire import Evaluate, Evaluated, Request, Response, Work
@@ -132,7 +134,7 @@ class RemoteFederation(Rounds):
         """Merges replies; one that the method cannot use by itself is left out, whatever it holds."""
         replies, self._stale = sorted([*replies, *self._stale], key=lambda reply: reply.client), []
         try:
-            return method.merge(server, replies)
+            return _merged(method, server, replies)
         except Exception:
             why = {reply.client: self._obstacle(method, server, reply) for reply in replies}
             if not any(why.values()):
@@ -141,12 +143,12 @@ class RemoteFederation(Rounds):
                 if obstacle:
                     self.crowd.say(f"the reply of {self.job.seats[client].name} is refused: {obstacle}")
             sound = [reply for reply in replies if not why[reply.client]]
-            return method.merge(server, sound) if sound else server.replace()
+            return _merged(method, server, sound) if sound else server.replace()
 
     def _obstacle(self, method: Method, server: Server, reply: Reply) -> str:
         """Why a reply cannot be merged even by itself; empty: it can."""
         try:
-            method.merge(server, [reply])
+            _merged(method, server, [reply])
         except Exception as error:  # a hostile reply may make a method fail in any way
             return f"{type(error).__name__}: {error}"
         return ""
@@ -264,3 +266,21 @@ class RemoteFederation(Rounds):
         if samples != before:
             self.job = self._job_for(samples)
             state.server = Server(self.job, state.server.round, **state.server.values)
+
+
+def _merged(method: Method, server: Server, replies: Sequence[Reply]) -> Server:
+    """The server after a merge that has left its weights numbers: of one that has not, no round recovers."""
+    merged = method.merge(server, replies)
+    lost = _infinite(merged) - _infinite(server)
+    if lost:
+        raise ValueError(f"it makes {min(lost)} infinite")
+    return merged
+
+
+def _infinite(server: Server) -> set[str]:
+    """Weights that are no numbers. What is in double precision, rewards and the like, may have places left open."""
+    return {
+        path.strip("/")
+        for path, tensor in tensors_in(server.values)
+        if tensor.is_floating_point() and tensor.dtype != torch.float64 and not tensor.isfinite().all()
+    }

@@ -5,7 +5,7 @@ Nothing that comes in is used before it is checked: `Refused` says what is wrong
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..card import Message
-from ..errors import UserError
 from ..fleet.budget import Budget
 from ..fleet.profile import Profile
 from ..method import Fact, Reply, Seat, Task
@@ -26,6 +25,8 @@ SMALL = 1 << 20  # bytes a client may send beside the tensors it was given
 SAMPLES_LIMIT = 10**8  # a client that claims more training images is not believed
 FACTS_LIMIT = 100
 TEXT_LIMIT = 1 << 16
+KEPT = ("parameters", "flops", "arch")  # what a client says of its network
+WORD = re.compile(r"[\w.+-]*", re.ASCII)  # an arch in a cell of a table
 
 # what a server asks for ---------------------------------------------------------------------------------------------
 
@@ -237,12 +238,14 @@ def read_response(parcel: Parcel, request: Request, client: str, declared: Messa
             request.run,
             request.number,
             client,
-            _facts(value["about"], TEXT_LIMIT) if request.seat is None else {},
+            _facts(value["about"], lists=True) if request.seat is None else {},
             evaluated and _evaluated(evaluated),
             worked and _worked(worked, task, request.seat, declared),  # type: ignore[arg-type]
             str(value["problem"])[:500],
         )
-    except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
+    except Refused:
+        raise
+    except Exception as error:  # a hostile message may make a check fail in any way
         raise Refused(f"it is no response of this package ({type(error).__name__}: {str(error)[:200]})") from error
 
 
@@ -251,12 +254,16 @@ def _evaluated(value: Value) -> Evaluated:
         for split, accuracy in scores.items():
             if split not in ("val", "test") or type(accuracy) is not float or not 0 <= accuracy <= 1:
                 raise Refused(f"'{str(split)[:40]}' = {str(accuracy)[:40]} is no accuracy")
-    return Evaluated(dict(value["personal"]), dict(value["shared"]), _facts(value["facts"], TEXT_LIMIT))
+    facts = _facts(value["facts"])
+    for name, fact in facts.items():  # they become cells of the run's table
+        if name not in KEPT or (isinstance(fact, str) and not WORD.fullmatch(fact)):
+            raise Refused(f"'{name[:40]}' = {str(fact)[:40]!r} is nothing that a network is")
+    return Evaluated(dict(value["personal"]), dict(value["shared"]), facts)
 
 
 def _worked(value: Value, task: Task, seat: Seat, declared: Message | None) -> Worked:
     said = value["reply"]
-    reply = Reply(_named(said["weights"]), said["arch"], _named(said["extra"]), _facts(said["facts"], TEXT_LIMIT))
+    reply = Reply(_named(said["weights"]), said["arch"], _named(said["extra"]), _facts(said["facts"]))
     check_reply(reply, task, seat.space)
     if declared is not None:
         check_declared(reply, declared)
@@ -286,6 +293,13 @@ def check_reply(reply: Reply, task: Task, space: Space) -> None:
     for name, tensor in (reply.weights | reply.extra).items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise Refused(f"'{name}' holds numbers that are infinite or none at all (NaN)")
+    for name, tensor in reply.extra.items():
+        whole = name in task.extra and not tensor.is_floating_point()
+        if whole and not torch.equal(tensor, task.extra[name].cpu()):
+            raise Refused(f"extra: '{name}' are whole numbers that nobody trains, and they came back as others")
+    for name, fact in reply.facts.items():
+        if name in task.facts and fact != task.facts[name]:
+            raise Refused(f"the fact '{name}' was {task.facts[name]!r} and came back as {str(fact)[:40]}")
     accuracy = reply.facts.get("accuracy", 0.0)
     if not isinstance(accuracy, int | float) or not 0 <= accuracy <= 1:
         raise Refused(f"accuracy = {str(accuracy)[:40]} is no accuracy")
@@ -307,16 +321,16 @@ def _check_tensors(found: dict[str, Tensor], given: dict[str, Tensor], what: str
             raise Refused(f"{what}: '{name}' was {was} and came back as {now}")
 
 
-def _facts(value: Value, text: int) -> dict[str, Any]:
-    """Small facts: finite numbers, short texts and lists of them."""
+def _facts(value: Value, lists: bool = False) -> dict[str, Any]:
+    """Small facts: finite numbers and short texts, and, where a newcomer speaks of itself, lists of them."""
     if len(value) > FACTS_LIMIT:
         raise Refused(f"it states {len(value)} facts, more than {FACTS_LIMIT}")
     for name, fact in value.items():
-        for item in fact if isinstance(fact, list) else (fact,):
+        for item in fact if lists and isinstance(fact, list) else (fact,):
             if isinstance(item, str):
-                if len(item) > text:
+                if len(item) > TEXT_LIMIT:
                     raise Refused(f"the fact '{name[:40]}' is a text of {len(item)} letters")
-            elif not isinstance(item, int | float) or not math.isfinite(item) or abs(item) > 1e300:
+            elif not isinstance(item, int | float) or not abs(item) <= 1e300:  # nor NaN
                 raise Refused(f"the fact '{name[:40]}' = {str(item)[:40]} is no number")
     return dict(value)
 
