@@ -264,6 +264,33 @@ def test_a_client_may_come_later(tmp_path: Path) -> None:
     assert len([r for r in rows(folder) if ",test,personal_accuracy," in r]) == 4
 
 
+def test_a_late_client_that_can_afford_no_network_does_not_end_the_run(tmp_path: Path) -> None:
+    def many(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if value["about"] and name == "client-003":
+            value["about"]["samples"] = 10**8
+        return pack(value)
+
+    post = MemoryPost(tmp_path / "sites", NAMES, many)
+    post.away.add("client-003")
+    listener = Listener(1, post.away.clear)
+    config = config_of("fedavg", participants=4, rounds=3, fleet__budget__seconds=60)
+    folder = serve(config, tmp_path / "run", post, NAMES, start_with=3, watch=listener)
+    assert "rounds go on without client-003: client 'client-003' (phone-high): no arch" in listener.said
+    losses = [r.split(",")[:2] for r in rows(folder) if ",train,loss," in r]
+    assert losses == [[str(r), str(c)] for r in (1, 2, 3) for c in range(3)]
+
+
+def test_a_run_goes_on_without_a_client_that_was_shut_out(tmp_path: Path) -> None:
+    config = config_of("fedavg", participants=4, rounds=3)
+    post = MemoryPost(tmp_path / "sites", NAMES)
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", post, NAMES, watch=Listener(1, crash))
+    post.away.add("client-003")
+    folder = serve(config, tmp_path / "run", post, NAMES[:3])
+    assert [r.split(",")[1] for r in rows(folder) if r.startswith("3,") and ",train,loss," in r] == ["0", "1", "2"]
+
+
 def test_who_is_not_taken_in(tmp_path: Path) -> None:
     def claims(value: dict[str, Any], name: str) -> None:
         about = value["about"]

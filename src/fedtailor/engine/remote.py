@@ -18,7 +18,7 @@ from ..fleet.clock import round_seconds
 from ..fleet.fleet import Fleet, FleetConfig
 from ..method import Job, Method, Reply, Seat, Server, Task
 from ..values import bytes_of, tensors_in
-from .crowd import AGAIN, Crowd, Waiting, new_number
+from .crowd import AGAIN, POLL, Crowd, Waiting, new_number
 from .loop import Answer, Event, Memory, Rounds, State
 from .wire import Evaluate, Evaluated, Request, Response, Work
 
@@ -56,17 +56,28 @@ class RemoteFederation(Rounds):
         self, state: State, report: Callable[[Event], None], due: Callable[[int], bool]
     ) -> Iterator[State]:
         while state.round < self.job.rounds:
-            self._catch_up(state)
+            self._gather(state)
             self._evaluation = self._orders(state, last=False) if due(state.round) else {}
             self.round(state, report)
             yield state
 
     def present(self, number: int) -> list[int]:
-        """The round's participants that are ready; where they are too few for a quorum, it waits for them."""
-        asked = super().present(number)
-        names = [self.job.seats[i].name for i in asked]
-        self.crowd.gather(min(self.waiting.quorum, len(names)), names)
-        return [i for i in asked if self.crowd.ready(self.job.seats[i].name)]
+        """The round's participants that are ready; one that came in this moment has no seat for its data yet."""
+        return [i for i in super().present(number) if self._seated(self.job.seats[i])]
+
+    def _seated(self, seat: Seat) -> bool:
+        return self.crowd.ready(seat.name) and self.crowd.members[seat.name].about["samples"] == seat.samples
+
+    def _gather(self, state: State) -> None:
+        """Waits while the next round's participants are too few for a quorum."""
+        seats = [self.job.seats[i] for i in super().present(state.round + 1)]
+        quorum, names = min(self.waiting.quorum, len(seats)), [seat.name for seat in seats]
+        while True:
+            self.crowd.gather(quorum, names)
+            self._catch_up(state)
+            if len(self.present(state.round + 1)) >= quorum:
+                return
+            time.sleep(POLL)
 
     def work(
         self,
@@ -263,9 +274,17 @@ class RemoteFederation(Rounds):
             self.crowd.members[s.name].about["samples"] if s.name in self.crowd.members else s.samples
             for s in self.job.seats
         ]
-        if samples != before:
+        if samples == before:
+            return
+        try:
             self.job = self._job_for(samples)
-            state.server = Server(self.job, state.server.round, **state.server.values)
+        except UserError as error:  # with that many images no network fits the time that a client has
+            changed = [s.name for s, now in zip(self.job.seats, samples, strict=True) if now != s.samples]
+            self.crowd.say(f"rounds go on without {', '.join(changed)}: {error}")
+            for name in changed:
+                self.crowd.members.pop(name, None)
+            return
+        state.server = Server(self.job, state.server.round, **state.server.values)
 
 
 def _merged(method: Method, server: Server, replies: Sequence[Reply]) -> Server:
