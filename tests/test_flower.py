@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 import fedtailor
 from fedtailor import certificates, values
 from fedtailor.certificates import make_certificates, node_folder, node_keys, server_folder
+from fedtailor.cli import serving
 from fedtailor.engine.parcel import Parcel, Refused, unpack
 from fedtailor.errors import UserError
 from fedtailor.export.predict import open_model
@@ -405,6 +406,20 @@ def test_a_client_is_told_why_no_server_answers(tmp_path: Path) -> None:
         server.server_close()
     assert "refused" in unanswered(address, tmp_path / "a" / "ash")
     assert unanswered("fl.example.invalid:x", None)
+
+
+def test_a_clients_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    with serving._alone(tmp_path / "clients" / "ash"):
+        assert stat.S_IMODE((tmp_path / "clients" / "ash").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "address", ["fl.example.org", "fl.example.org:", "https://fl.example.org:8000", "a b:1", ":80"]
+)
+def test_addresses_that_are_none(address: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="write it as HOST:PORT"):
+        serving.join_command(address, "ash", insecure=True, state=tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_no_protection_must_be_asked_for(tmp_path: Path) -> None:

@@ -360,6 +360,8 @@ def test_without_keys_a_second_node_of_a_name_is_refused(tmp_path: Path) -> None
 def test_keys_and_clients_must_agree(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="keys of 4 nodes, but clients = 3"):
         serve(config_of("fedavg", clients=3), tmp_path / "run", MemoryPost(tmp_path / "s", NAMES), NAMES)
+    with pytest.raises(UserError, match="--start-with 5: there are only 4"):
+        serve(config_of("fedavg"), tmp_path / "run", MemoryPost(tmp_path / "s", NAMES), NAMES, start_with=5)
 
 
 def test_the_guide_says_of_every_method_what_the_server_sees() -> None:

@@ -337,6 +337,8 @@ def roster(crowd: Crowd, names: Sequence[str], clients: int, new_clients: int, s
                 + ". Make them equal."
             )
         crowd.expected = tuple(names)
+        if start_with > total:
+            raise UserError(f"--start-with {start_with}: there are only {total} clients.")
         crowd.gather(start_with or total)
         return crowd.expected
     crowd.gather(total)
