@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from fedtailor.card import LOSS, Card, Message
 from fedtailor.engine.client import Client
+from fedtailor.engine.parcel import Parcel
 from fedtailor.engine.site import Site
-from fedtailor.engine.wire import Parcel
 from fedtailor.method import Job, Method, Reply, Seat, Server, Task
 
 TIMES = "seconds.txt"  # in a client's folder: one line per message

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from fedtailor.engine.parcel import Parcel
 from fedtailor.engine.site import Site
-from fedtailor.engine.wire import Parcel
 
 Twist = Callable[[str, Parcel, Parcel], Parcel | str | None]  # name, request, response
 

@@ -12,16 +12,19 @@ from typer.testing import CliRunner
 
 from fedtailor.cli import fleet as cli_fleet
 from fedtailor.cli import space as cli_space
+from fedtailor.config import load
 from fedtailor.errors import UserError
 from fedtailor.fleet import (
     NAMES,
     Budget,
     Device,
     Limits,
+    make,
     require_feasible,
     shipped,
 )
 from fedtailor.fleet.budget import readable
+from fedtailor.runs.execute import make_seats
 from fedtailor.seeds import rng_of
 from test_fleet import COST, DEVICE, TINY
 
@@ -108,6 +111,14 @@ def test_draws_never_exceed_the_budget(budget: Budget, draws: int):
     seen = {TINY.sample(rng, fits=fits) for _ in range(draws)} | {TINY.sample(rng, upwards, fits) for _ in range(10)}
     assert seen == inside
     assert all(limits.fits(TINY.cost(arch), 32, profile, 2500) for arch in seen)
+
+
+@pytest.mark.parametrize(("samples", "epochs", "images"), [(33, 1.0, 64), (64, 1.0, 64), (10, 0.2, 10), (0, 1.0, 0)])
+def test_a_round_is_as_long_as_its_full_batches(samples: int, epochs: float, images: int):
+    """33 images in batches of 32 are two full batches, and 0.2 epochs of ten images one batch of ten."""
+    config = load("demo", {"local.epochs": epochs, "local.batch": 32, "method.name": "fedavg"})
+    (seat,) = make_seats(config, config.make_space((1, 8, 8), 10), [("a", samples)], make(config.make_fleet(), 1, 0))
+    assert seat.images == images
 
 
 def test_infeasible_budget_names_client_limit_and_cost():

@@ -23,7 +23,7 @@ from fedtailor.config import Config
 from fedtailor.config import load as load_config
 from fedtailor.data.partition import TEST, Partition
 from fedtailor.errors import UserError
-from fedtailor.export import graph
+from fedtailor.export import graph, write
 from fedtailor.export.card import accuracy, read_card
 from fedtailor.export.graph import KEY, Portable, network, to_onnx
 from fedtailor.export.predict import Model, main, open_model, picture_paths
@@ -128,6 +128,23 @@ def test_files_beside_the_network(fedrep: Path) -> None:
     about = open_model(folder / "network-int8.onnx").about
     assert about["int8"]
     assert about["classes"] == card["classes"]
+
+
+def test_the_network_is_written_where_8_bits_fail(
+    fedrep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example where a service may write no temporary files."""
+
+    def failing(*_: Any) -> bytes:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(write, "quantise", failing)
+    heard: list[str] = []
+    (done,) = export_run(fedrep, "client-000", out=tmp_path, say=heard.append)
+    assert (done.folder / "network.onnx").is_file()
+    assert not (done.folder / "network-int8.onnx").exists()
+    assert list(read_card(done.folder)["files"]) == ["network.onnx"]
+    assert "there is no int8 file: it could not be made (FileNotFoundError: no usable" in heard[-1]
 
 
 def test_one_client_and_one_that_is_not_there(fedrep: Path, tmp_path: Path) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
+import ssl
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,10 @@ import pytest
 from typer.testing import CliRunner
 
 import fedtailor
-from fedtailor import values
+from fedtailor import certificates, values
 from fedtailor.certificates import make_certificates, node_folder, node_keys, server_folder
-from fedtailor.engine.wire import Parcel, Refused, unpack
+from fedtailor.cli import serving
+from fedtailor.engine.parcel import Parcel, Refused, unpack
 from fedtailor.errors import UserError
 from fedtailor.export.predict import open_model
 from fedtailor.runs.execute import start
@@ -33,15 +38,17 @@ from test_remote import FEW, NAMES, config_of, require_same, state_of
 pytest.importorskip("flwr")
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.proto.control_pb2 import ListNodesRequest
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedtailor.engine.flower import watch_sizes
+from fedtailor.engine.flower import link, watch_sizes
 from fedtailor.engine.flower.__main__ import LocalOnly
 from fedtailor.engine.flower.apps import WHOLE, GridPost, client_app, server_app, to_content, to_parcel
 from fedtailor.engine.flower.link import APP, SuperLink, environment, free_port
 from fedtailor.engine.flower.loopback import Loopback
+from fedtailor.engine.flower.node import unanswered
 
 TWO = NAMES[:2]
 CONFIGS = {
@@ -269,6 +276,150 @@ def test_certificates(tmp_path: Path) -> None:
         make_certificates(tmp_path, [], ["../evil"])
     with pytest.raises(UserError, match=r"no server\.crt"):
         server_folder(tmp_path / "ash")
+
+
+def test_the_authority_may_lie_in_a_drawer(tmp_path: Path) -> None:
+    """A node is added without it; a new certificate is signed by the authority that clients trust, or by none."""
+    keys, drawer = tmp_path / "keys", tmp_path / "drawer"
+    make_certificates(keys, ["127.0.0.1"], ["ash"])
+    (keys / "authority").rename(drawer)
+    assert make_certificates(keys, [], ["birch"]) == ["birch"]
+    assert (keys / "birch" / "ca.crt").read_bytes() == (keys / "ash" / "ca.crt").read_bytes()
+    before = (keys / "server" / "server.crt").read_bytes()
+    with pytest.raises(UserError, match="Put the folder back"):
+        make_certificates(keys, ["fl.example.org"], [])
+    assert (keys / "server" / "server.crt").read_bytes() == before
+    drawer.rename(keys / "authority")
+    assert make_certificates(keys, ["fl.example.org"], []) == ["server"]
+    assert (keys / "server" / "ca.crt").read_bytes() == (keys / "ash" / "ca.crt").read_bytes()
+
+
+def test_certificates_are_such_as_every_python_trusts(tmp_path: Path) -> None:
+    """From Python 3.13 on, a default context is a strict one."""
+    make_certificates(tmp_path, ["127.0.0.1"], [])
+    server = tmp_path / "server"
+    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=server / "ca.crt")
+    ours.load_cert_chain(server / "server.crt", server / "server.key")
+    theirs.verify_flags |= ssl.VERIFY_X509_STRICT
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [theirs.wrap_bio(down, up, server_hostname="127.0.0.1"), ours.wrap_bio(up, down, server_side=True)]
+    for _ in range(3):
+        for end in ends:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    assert ends[0].version() == "TLSv1.3"
+
+
+@pytest.mark.parametrize("host", ["", "fl.example.org:8000", "a b", "bücher.example", "-x", "https://fl.example.org"])
+def test_hosts_that_are_none(host: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no host"):
+        make_certificates(tmp_path, ["127.0.0.1", host], [])
+    with pytest.raises(UserError, match="valid for 1 to"):
+        make_certificates(tmp_path, ["127.0.0.1"], [], days=0)
+    assert not any(tmp_path.iterdir())
+
+
+def test_keys_that_no_other_side_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_certificates(tmp_path / "a", ["127.0.0.1"], ["ash"])
+    make_certificates(tmp_path / "b", ["127.0.0.1"], [])
+    good, other = tmp_path / "a" / "server", tmp_path / "b" / "server"
+    assert server_folder(tmp_path / "a") == good
+    for file, why in (("ca.crt", "would trust"), ("server.key", "does not belong"), ("server.crt", "would trust")):
+        mixed = tmp_path / "mixed"
+        shutil.copytree(good, mixed, dirs_exist_ok=True)
+        shutil.copy(other / file, mixed)
+        with pytest.raises(UserError, match=why):
+            server_folder(mixed)
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime.now(tz) + timedelta(days=900)
+
+    monkeypatch.setattr(certificates, "datetime", Later)
+    with pytest.raises(UserError, match=r"server\.crt was valid until 20.*Renew it"):
+        server_folder(good)
+    (tmp_path / "a" / "ash" / "node.key").write_text("no key")
+    with pytest.raises(UserError, match="no private key"):
+        node_folder(tmp_path / "a", "ash")
+
+
+def test_who_is_shut_out_stays_out_and_may_be_let_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server starts as often as it likes, and no server takes the place of another at its port."""
+    monkeypatch.setattr(link, "LEAVE", 0.0)
+    keys, port, ash = tmp_path / "keys", free_port(), tmp_path / "keys" / "server" / "nodes" / "ash.pub"
+    make_certificates(keys, ["127.0.0.1"], ["ash", "birch"])
+    drawer = ash.rename(tmp_path / "ash.pub")
+
+    def names() -> set[str]:
+        server = SuperLink("127.0.0.1", port, keys / "server", tmp_path / "link", print)
+        try:
+            server.start()
+            with pytest.raises(UserError, match="cannot listen on 127"):
+                SuperLink("127.0.0.1", port, keys / "server", tmp_path / "other", print).start()
+            found = server.register(node_keys(keys / "server"))
+            with server._control() as control:
+                inside = {n.node_id for n in control.ListNodes(ListNodesRequest()).nodes_info}
+            assert inside == found.keys()
+            return set(found.values())
+        finally:
+            server.close()
+
+    assert names() == {"birch"}
+    drawer.rename(ash)
+    assert names() == {"ash", "birch"}
+    ash.rename(drawer)
+    assert names() == {"birch"}
+    assert names() == {"birch"}
+    assert stat.S_IMODE((tmp_path / "link").stat().st_mode) == 0o700
+
+
+def test_a_proxy_of_the_site_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "intranet.example")
+    monkeypatch.setenv("NO_PROXY", "")
+    link.keep_quiet("10.1.2.3")
+    for name in ("no_proxy", "NO_PROXY"):
+        assert os.environ[name].split(",") == ["intranet.example", "127.0.0.1", "::1", "localhost", "10.1.2.3"]
+
+
+def test_a_client_is_told_why_no_server_answers(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "a", ["localhost"], ["ash"])
+    make_certificates(tmp_path / "b", ["localhost"], ["ash"])
+    trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trusted.load_cert_chain(tmp_path / "a" / "server" / "server.crt", tmp_path / "a" / "server" / "server.key")
+
+    class Empty(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Empty)
+    server.socket = trusted.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"127.0.0.1:{server.server_port}"
+    try:
+        assert unanswered(address, tmp_path / "a" / "ash") == ""
+        assert "certificate verify failed" in unanswered(address, tmp_path / "b" / "ash")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "refused" in unanswered(address, tmp_path / "a" / "ash")
+    assert unanswered("fl.example.invalid:x", None)
+
+
+def test_a_clients_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    with serving._alone(tmp_path / "clients" / "ash"):
+        assert stat.S_IMODE((tmp_path / "clients" / "ash").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "address", ["fl.example.org", "fl.example.org:", "https://fl.example.org:8000", "a b:1", ":80"]
+)
+def test_addresses_that_are_none(address: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="write it as HOST:PORT"):
+        serving.join_command(address, "ash", insecure=True, state=tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_no_protection_must_be_asked_for(tmp_path: Path) -> None:

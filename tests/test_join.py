@@ -140,6 +140,24 @@ def test_the_budget_holds_for_newcomers(newcomer: Path, tmp_path: Path) -> None:
     assert limit["needs"] == card["network"]["parameters"] <= limit["limit"]
 
 
+def test_a_newcomer_has_a_device_of_the_runs_own_fleet_file(newcomer: Path, tmp_path: Path) -> None:
+    small = "[profiles.sensor]\nflops_per_second = 2e9\nmemory = 2e7\nup_mbit = 1\ndown_mbit = 2\navailability = 0.8\n"
+    (tmp_path / "fleet.toml").write_text(f'clients = ["sensor", "laptop"]\n{small}battery = "small"\n')
+    config = small_config("fedavg", rounds=1, fleet__name=f"file:{tmp_path / 'fleet.toml'}", clients=2)
+    run = start(config, tmp_path / "run", "cpu", 1)
+    with pytest.raises(UserError, match="no device for one more client"):
+        join(run, f"folder:{newcomer}", "berlin", tmp_path / "a", device="cpu", workers=1, say=SILENT)
+    with pytest.raises(UserError, match="device profile 'sensors'"):
+        join(
+            run, f"folder:{newcomer}", "berlin", tmp_path / "b", profile="sensors", device="cpu", workers=1, say=SILENT
+        )
+    out = join(
+        run, f"folder:{newcomer}", "berlin", tmp_path / "c", profile="sensor", device="cpu", workers=1, say=SILENT
+    )
+    budget = export_run(out, int8=False, say=SILENT)[0].card["budget"]
+    assert (budget["device"], budget["limits"]["memory"]["limit"]) == ("sensor", 2e7)
+
+
 def test_newcomers_that_cannot_join(fedavg: Path, newcomer: Path, tmp_path: Path) -> None:
     def joining(source: str, name: str = "berlin", out: str = "out") -> None:
         join(fedavg, source, name, tmp_path / out, device="cpu", workers=1, say=SILENT)

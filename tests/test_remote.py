@@ -15,8 +15,9 @@ from fedtailor.config import Config, load
 from fedtailor.data.sources import load as load_data
 from fedtailor.engine import crowd, remote
 from fedtailor.engine.crowd import Waiting
+from fedtailor.engine.parcel import pack, unpack
 from fedtailor.engine.site import Site
-from fedtailor.engine.wire import Request, pack, unpack
+from fedtailor.engine.wire import Request
 from fedtailor.errors import UserError
 from fedtailor.export.write import export_run
 from fedtailor.registry import lookup, names

@@ -13,7 +13,7 @@ import torch
 
 from fedtailor import values
 from fedtailor.engine.crowd import Waiting
-from fedtailor.engine.wire import Parcel, pack, unpack
+from fedtailor.engine.parcel import Parcel, pack, unpack
 from fedtailor.errors import UserError
 from fedtailor.registry import names
 from fedtailor.runs.execute import start
@@ -65,6 +65,10 @@ def _undeclared(value: dict[str, Any]) -> None:
     value["worked"]["reply"]["facts"] = {"loss": 0.5, "patients": 12}
 
 
+def last_of(folder: Path) -> Path:
+    return sorted((folder / "checkpoints").glob("server-*.safetensors"))[-1]
+
+
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The server's state after a run to which client-001 has given nothing."""
@@ -97,6 +101,33 @@ def test_a_reply_that_a_method_cannot_merge_is_left_out(tmp_path: Path) -> None:
     listener = Listener()
     post = MemoryPost(tmp_path / "sites", NAMES, changed(empty))
     serve(config_of("perfedrlnas", participants=4), tmp_path / "run", post, NAMES, watch=listener)
+    assert "the reply of client-001 is refused" in listener.said
+
+
+def test_a_reply_that_would_make_the_server_infinite_is_left_out(tmp_path: Path) -> None:
+    """FedNova divides by what a client says of its steps."""
+
+    def short(value: dict[str, Any]) -> None:
+        value["worked"]["reply"]["facts"]["reach"] = 1e-38
+        value["worked"]["reply"]["weights"]["tensors"][0].fill_(1e3)
+
+    listener = Listener()
+    config = config_of("fednova", participants=4, local__momentum=0.0)
+    post = MemoryPost(tmp_path / "sites", NAMES, changed(short))
+    folder = serve(config, tmp_path / "run", post, NAMES, watch=listener)
+    assert "the reply of client-001 is refused: ValueError: it makes weights/" in listener.said
+    assert all(t.isfinite().all() for _, t in values.tensors_in(values.read_value(last_of(folder))))
+
+
+def test_scores_of_another_number_are_left_out(tmp_path: Path) -> None:
+    def more(value: dict[str, Any]) -> None:
+        extra = value["worked"]["reply"]["extra"]
+        extra["tensors"] = [torch.cat([t, t]) for t in extra["tensors"]]
+
+    listener = Listener()
+    post = MemoryPost(tmp_path / "sites", NAMES, changed(more))
+    changes: dict[str, Any] = {"participants": 4, "clients": 4, "rounds": 3}
+    serve(config_of("global-perturbation", **changes), tmp_path / "run", post, NAMES, watch=listener)
     assert "the reply of client-001 is refused" in listener.said
 
 
@@ -233,6 +264,33 @@ def test_a_client_may_come_later(tmp_path: Path) -> None:
     assert len([r for r in rows(folder) if ",test,personal_accuracy," in r]) == 4
 
 
+def test_a_late_client_that_can_afford_no_network_does_not_end_the_run(tmp_path: Path) -> None:
+    def many(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if value["about"] and name == "client-003":
+            value["about"]["samples"] = 10**8
+        return pack(value)
+
+    post = MemoryPost(tmp_path / "sites", NAMES, many)
+    post.away.add("client-003")
+    listener = Listener(1, post.away.clear)
+    config = config_of("fedavg", participants=4, rounds=3, fleet__budget__seconds=60)
+    folder = serve(config, tmp_path / "run", post, NAMES, start_with=3, watch=listener)
+    assert "rounds go on without client-003: client 'client-003' (phone-high): no arch" in listener.said
+    losses = [r.split(",")[:2] for r in rows(folder) if ",train,loss," in r]
+    assert losses == [[str(r), str(c)] for r in (1, 2, 3) for c in range(3)]
+
+
+def test_a_run_goes_on_without_a_client_that_was_shut_out(tmp_path: Path) -> None:
+    config = config_of("fedavg", participants=4, rounds=3)
+    post = MemoryPost(tmp_path / "sites", NAMES)
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", post, NAMES, watch=Listener(1, crash))
+    post.away.add("client-003")
+    folder = serve(config, tmp_path / "run", post, NAMES[:3])
+    assert [r.split(",")[1] for r in rows(folder) if r.startswith("3,") and ",train,loss," in r] == ["0", "1", "2"]
+
+
 def test_who_is_not_taken_in(tmp_path: Path) -> None:
     def claims(value: dict[str, Any], name: str) -> None:
         about = value["about"]
@@ -257,6 +315,37 @@ def test_who_is_not_taken_in(tmp_path: Path) -> None:
     assert "'client-000' is not taken in: its key is registered for 'client-003'" in listener.said
 
 
+@pytest.mark.parametrize("classes", [[1, "a"], ["\x1b[2J"], ["\ud800"], [""], ["a", "a"], "ab", []])
+def test_classes_without_proper_names(classes: object, tmp_path: Path) -> None:
+    """One client must not stop the others, nor write on the server's terminal."""
+
+    def twist(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if value["about"] and name == "client-001":
+            value["about"]["classes"] = classes
+        return pack(value)
+
+    listener = Listener()
+    config = config_of("fedavg", participants=4, rounds=1)
+    serve(config, tmp_path / "run", MemoryPost(tmp_path / "s", NAMES, twist), NAMES, start_with=3, watch=listener)
+    assert "'client-001' is not taken in: " in listener.said
+    assert "client-002 is here" in listener.said
+
+
+def test_a_server_that_waits_says_for_whom(tmp_path: Path) -> None:
+    class Slow(MemoryPost):
+        def nodes(self) -> dict[int, str]:  # type: ignore[override]
+            if "not yet" in listener.said:
+                self.away.clear()
+            return dict(super().nodes())
+
+    listener = Listener()
+    post = Slow(tmp_path / "sites", NAMES)
+    post.away |= {"client-001", "client-003"}
+    serve(config_of("fedavg", rounds=1), tmp_path / "run", post, NAMES, watch=listener)
+    assert "2 of 4 clients are here; not yet: client-001, client-003\n" in listener.said
+
+
 def test_without_keys_a_second_node_of_a_name_is_refused(tmp_path: Path) -> None:
     class Open(MemoryPost):
         def nodes(self) -> dict[int, str]:  # type: ignore[override]
@@ -271,6 +360,8 @@ def test_without_keys_a_second_node_of_a_name_is_refused(tmp_path: Path) -> None
 def test_keys_and_clients_must_agree(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="keys of 4 nodes, but clients = 3"):
         serve(config_of("fedavg", clients=3), tmp_path / "run", MemoryPost(tmp_path / "s", NAMES), NAMES)
+    with pytest.raises(UserError, match="--start-with 5: there are only 4"):
+        serve(config_of("fedavg"), tmp_path / "run", MemoryPost(tmp_path / "s", NAMES), NAMES, start_with=5)
 
 
 def test_the_guide_says_of_every_method_what_the_server_sees() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -11,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedtailor.engine import wire
-from fedtailor.engine.wire import Evaluate, Evaluated, Parcel, Refused, Request, Response, Work, Worked, pack, unpack
+from fedtailor.engine import parcel, wire
+from fedtailor.engine.parcel import Parcel, Refused, pack, unpack
+from fedtailor.engine.wire import Evaluate, Evaluated, Request, Response, Work, Worked
 from fedtailor.fleet.budget import Budget
 from fedtailor.fleet.profile import shipped
 from fedtailor.method import Reply, Seat, Task
@@ -23,7 +25,7 @@ from tools import Three, three
 SPACE: FixedNet = Three((1, 1, 1), 2)
 PROFILE = shipped().get("phone-high")
 SEAT = Seat(3, "hospital-3", 40, PROFILE, Budget(flops=1e6), True, SPACE, 8, 40)
-TASK = Task(three(1, 2, 3), extra={"alpha": torch.zeros(2)}, facts={"phase": "search"})
+TASK = Task(three(1, 2, 3), extra={"alpha": torch.zeros(2), "asked": torch.tensor([[1, 0]])}, facts={"phase": "search"})
 REQUEST = Request("run-1", "n1", "rounds = 3", ("a", "b"), SEAT, 3, None, Work(2, TASK, 1))
 REPLY = Reply(three(4, 5, 6), extra={"alpha": torch.ones(2)}, facts={"loss": 0.5, "accuracy": 0.25})
 
@@ -40,7 +42,7 @@ def replaced(**changes: object) -> Parcel:
     return respond(dataclasses.replace(REPLY, **changes))
 
 
-@pytest.mark.parametrize("dtype", wire.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", parcel.DTYPES.values(), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 5)], ids=str)
 def test_tensors_keep_type_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     before = (torch.randn(shape) * 100).to(dtype)
@@ -82,7 +84,7 @@ def test_a_request_and_a_response_survive_the_way() -> None:
     [
         (Parcel("", b""), "no message"),
         (Parcel("[" * 100_000, b""), "no message"),
-        (Parcel("{}" + " " * wire.LAYOUT_LIMIT, b""), "layout has"),
+        (Parcel("{}" + " " * parcel.LAYOUT_LIMIT, b""), "layout has"),
         (Parcel(json.dumps({"format": 99, "tree": {}, "tensors": {}}), b""), "format 99"),
         (Parcel(pickle.dumps({"run": "run-1"}).hex(), pickle.dumps({"run": "run-1"})), "no message"),
         (Parcel(json.dumps({"format": 1, "tree": {}, "tensors": {"/x": ["float32", 4]}}), b"1234"), "beyond"),
@@ -133,6 +135,10 @@ NAN, INFINITE = three(float("nan"), 0, 0), three(0, float("inf"), 0)
         (replaced(facts={"note": "x" * 100_000}), "letters"),
         (replaced(facts={str(i): i for i in range(200)}), "200 facts"),
         (replaced(extra={"more": torch.zeros(1 << 19)}), "more than"),
+        (replaced(facts={"loss": 10**400}), "'loss'"),
+        (replaced(facts={"loss": [0.5]}), "'loss'"),
+        (replaced(facts={"loss": 0.5, "phase": "deploy"}), "'phase' was 'search'"),
+        (replaced(extra={"asked": torch.tensor([[1, 7]])}), "'asked' are whole numbers"),
         (respond(number="n0"), "replayed"),
         (respond(run="run-0"), "replayed, or of another run"),
         (respond(client="hospital-4"), "comes from 'hospital-4'"),
@@ -143,6 +149,28 @@ NAN, INFINITE = three(float("nan"), 0, 0), three(0, float("inf"), 0)
 def test_hostile_replies_are_refused(parcel: Parcel, why: str) -> None:
     with pytest.raises(Refused, match=why):
         read(parcel)
+
+
+@pytest.mark.parametrize("part", ["about", "evaluated", "worked", "run", "problem"])
+@pytest.mark.parametrize("content", [torch.ones(2), [], [[1]], 10**400, "x", {"reply": torch.ones(2)}], ids=repr)
+def test_parts_of_another_kind_are_refused_or_mean_nothing(part: str, content: object) -> None:
+    """A server that stops at a client's message is one that any client can stop."""
+    value = unpack(respond())
+    value[part] = content
+    hello = dataclasses.replace(REQUEST, seat=None, work=None)
+    for request in (REQUEST, hello, dataclasses.replace(REQUEST, evaluate=Evaluate(1, TASK, 0))):
+        with contextlib.suppress(Refused):
+            read(pack(value), request)
+
+
+@pytest.mark.parametrize(
+    "facts", [{"arch": "1\n9,0,test,personal_accuracy,1.0"}, {"arch": "1,2"}, {"accuracy": 1.0}, {"flops": [1, 2]}]
+)
+def test_what_a_network_is_writes_no_rows_of_its_own(facts: dict[str, object]) -> None:
+    request = dataclasses.replace(REQUEST, work=None, evaluate=Evaluate(1, TASK, 0))
+    assert read(respond(worked=None, evaluated=Evaluated({}, {}, {"arch": "1-0+2-x", "flops": 7})), request).evaluated
+    with pytest.raises(Refused, match=r"nothing that a network is|no number"):
+        read(respond(worked=None, evaluated=Evaluated({}, {}, facts)), request)  # type: ignore[arg-type]
 
 
 def test_scores_are_between_zero_and_one() -> None:

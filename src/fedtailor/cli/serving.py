@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import re
 import signal
 import subprocess
 import sys
@@ -177,7 +178,7 @@ def join_command(
     from ..runs.execute import choose_device
 
     _require_safe(tls, insecure)
-    if address.count(":") < 1:
+    if not re.fullmatch(r"(\[[^\]]+\]|[^:/\s]+):\d{1,5}", address):
         raise UserError(f"'{address}': write it as HOST:PORT, for example fl.example.org:8000.")
     folder = state or Path("clients") / name
     chosen = choose_device(device).type
@@ -227,7 +228,7 @@ def _require_safe(tls: Path | None, insecure: bool) -> None:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Only one process at a time uses a client's folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it will hold the client's pictures
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

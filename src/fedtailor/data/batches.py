@@ -69,6 +69,11 @@ def steps_for(size: int, batch: int, epochs: float) -> int:
     return max(1, math.ceil(epochs * size / min(batch, size))) if epochs > 0 else 0
 
 
+def trained_on(size: int, batch: int, epochs: float) -> int:
+    """How many images these epochs see, of a split of so many: batches are full."""
+    return steps_for(size, batch, epochs) * min(batch, size) if size else 0
+
+
 def shuffled(split: Split, batch: int, steps: int, seed: int) -> np.ndarray:
     """Positions for `steps` full batches, [steps, batch], from shuffles joined end to end."""
     width = min(batch, split.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,12 +15,15 @@ from torch import Tensor
 from .. import __version__
 from ..card import Message
 from ..errors import UserError
+from .parcel import Parcel, Refused
 from .site import PROBLEMS
-from .wire import SAMPLES_LIMIT, Parcel, Refused, Request, Response, Work, Worked, read_response
+from .wire import SAMPLES_LIMIT, Request, Response, Work, Worked, read_response
 
 POLL = 0.1  # seconds between looks for replies
 LOOK = 1.0  # seconds between looks for clients that came or went
 AGAIN = 30.0  # seconds until a client that could not take part is asked again who it is
+NAMED = 10  # clients, at most, that a line lists
+UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # what would steer a terminal, or is no text at all
 
 
 class Post(Protocol):
@@ -156,7 +160,9 @@ class Crowd:
                 return
             if len(here) != told:
                 told = len(here)
-                self.say(f"{told} of {count} clients are here")
+                away = [n for n in names or self.expected if not self.ready(n)]
+                missing = f"; not yet: {', '.join(away[:NAMED])}" + (", ..." if len(away) > NAMED else "")
+                self.say(f"{told} of {count} clients are here" + (missing if away else ""))
             time.sleep(POLL)
 
     def await_all(self, seconds: float) -> None:
@@ -294,8 +300,12 @@ def _unsound(about: dict[str, Any]) -> str:
         return f"{str(samples)[:40]} is no believable number of training images"
     if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and 1 <= n <= 10_000 for n in shape):
         return "it does not say what shape its images have"
-    if not isinstance(classes, list) or not 1 <= len(classes) <= 100_000 or len(set(classes)) != len(classes):
+    if not isinstance(classes, list) or not 1 <= len(classes) <= 100_000:
         return "it does not say what classes its images have"
+    if not all(isinstance(c, str) and 0 < len(c) <= 500 and not UNSHOWN.search(c) for c in classes):
+        return "its classes have names that cannot be shown"
+    if len(set(classes)) != len(classes):
+        return "two of its classes have one name"
     return ""
 
 
@@ -327,6 +337,8 @@ def roster(crowd: Crowd, names: Sequence[str], clients: int, new_clients: int, s
                 + ". Make them equal."
             )
         crowd.expected = tuple(names)
+        if start_with > total:
+            raise UserError(f"--start-with {start_with}: there are only {total} clients.")
         crowd.gather(start_with or total)
         return crowd.expected
     crowd.gather(total)

@@ -10,13 +10,15 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
+
 from ..errors import UserError
 from ..evaluate import Kept, onboard, personal_rows
 from ..fleet.clock import round_seconds
 from ..fleet.fleet import Fleet, FleetConfig
 from ..method import Job, Method, Reply, Seat, Server, Task
-from ..values import bytes_of
-from .crowd import AGAIN, Crowd, Waiting, new_number
+from ..values import bytes_of, tensors_in
+from .crowd import AGAIN, POLL, Crowd, Waiting, new_number
 from .loop import Answer, Event, Memory, Rounds, State
 from .wire import Evaluate, Evaluated, Request, Response, Work
 
@@ -54,17 +56,28 @@ class RemoteFederation(Rounds):
         self, state: State, report: Callable[[Event], None], due: Callable[[int], bool]
     ) -> Iterator[State]:
         while state.round < self.job.rounds:
-            self._catch_up(state)
+            self._gather(state)
             self._evaluation = self._orders(state, last=False) if due(state.round) else {}
             self.round(state, report)
             yield state
 
     def present(self, number: int) -> list[int]:
-        """The round's participants that are ready; where they are too few for a quorum, it waits for them."""
-        asked = super().present(number)
-        names = [self.job.seats[i].name for i in asked]
-        self.crowd.gather(min(self.waiting.quorum, len(names)), names)
-        return [i for i in asked if self.crowd.ready(self.job.seats[i].name)]
+        """The round's participants that are ready; one that came in this moment has no seat for its data yet."""
+        return [i for i in super().present(number) if self._seated(self.job.seats[i])]
+
+    def _seated(self, seat: Seat) -> bool:
+        return self.crowd.ready(seat.name) and self.crowd.members[seat.name].about["samples"] == seat.samples
+
+    def _gather(self, state: State) -> None:
+        """Waits while the next round's participants are too few for a quorum."""
+        seats = [self.job.seats[i] for i in super().present(state.round + 1)]
+        quorum, names = min(self.waiting.quorum, len(seats)), [seat.name for seat in seats]
+        while True:
+            self.crowd.gather(quorum, names)
+            self._catch_up(state)
+            if len(self.present(state.round + 1)) >= quorum:
+                return
+            time.sleep(POLL)
 
     def work(
         self,
@@ -132,7 +145,7 @@ class RemoteFederation(Rounds):
         """Merges replies; one that the method cannot use by itself is left out, whatever it holds."""
         replies, self._stale = sorted([*replies, *self._stale], key=lambda reply: reply.client), []
         try:
-            return method.merge(server, replies)
+            return _merged(method, server, replies)
         except Exception:
             why = {reply.client: self._obstacle(method, server, reply) for reply in replies}
             if not any(why.values()):
@@ -141,12 +154,12 @@ class RemoteFederation(Rounds):
                 if obstacle:
                     self.crowd.say(f"the reply of {self.job.seats[client].name} is refused: {obstacle}")
             sound = [reply for reply in replies if not why[reply.client]]
-            return method.merge(server, sound) if sound else server.replace()
+            return _merged(method, server, sound) if sound else server.replace()
 
     def _obstacle(self, method: Method, server: Server, reply: Reply) -> str:
         """Why a reply cannot be merged even by itself; empty: it can."""
         try:
-            method.merge(server, [reply])
+            _merged(method, server, [reply])
         except Exception as error:  # a hostile reply may make a method fail in any way
             return f"{type(error).__name__}: {error}"
         return ""
@@ -261,6 +274,32 @@ class RemoteFederation(Rounds):
             self.crowd.members[s.name].about["samples"] if s.name in self.crowd.members else s.samples
             for s in self.job.seats
         ]
-        if samples != before:
+        if samples == before:
+            return
+        try:
             self.job = self._job_for(samples)
-            state.server = Server(self.job, state.server.round, **state.server.values)
+        except UserError as error:  # with that many images no network fits the time that a client has
+            changed = [s.name for s, now in zip(self.job.seats, samples, strict=True) if now != s.samples]
+            self.crowd.say(f"rounds go on without {', '.join(changed)}: {error}")
+            for name in changed:
+                self.crowd.members.pop(name, None)
+            return
+        state.server = Server(self.job, state.server.round, **state.server.values)
+
+
+def _merged(method: Method, server: Server, replies: Sequence[Reply]) -> Server:
+    """The server after a merge that has left its weights numbers: of one that has not, no round recovers."""
+    merged = method.merge(server, replies)
+    lost = _infinite(merged) - _infinite(server)
+    if lost:
+        raise ValueError(f"it makes {min(lost)} infinite")
+    return merged
+
+
+def _infinite(server: Server) -> set[str]:
+    """Weights that are no numbers. What is in double precision, rewards and the like, may have places left open."""
+    return {
+        path.strip("/")
+        for path, tensor in tensors_in(server.values)
+        if tensor.is_floating_point() and tensor.dtype != torch.float64 and not tensor.isfinite().all()
+    }

@@ -39,20 +39,8 @@ from ..spaces.base import Space
 from ..values import Value, on_device, read_value, write_value
 from .client import Client
 from .local import LocalEngine
-from .wire import (
-    Evaluate,
-    Evaluated,
-    Parcel,
-    Refused,
-    Request,
-    Response,
-    Work,
-    Worked,
-    check_declared,
-    describe,
-    read_request,
-    unpack,
-)
+from .parcel import Parcel, Refused, unpack
+from .wire import Evaluate, Evaluated, Request, Response, Work, Worked, check_declared, describe, read_request
 
 PUBLIC = "public.safetensors"
 PROBLEMS = {

@@ -1,14 +1,11 @@
-"""What travels between a server and its clients, as bytes and back.
+"""What travels between a server and its clients: requests, responses, and what a server does not believe of them.
 
-A message is one flat array of bytes and a JSON layout that says which tensors lie in it, so that a network of hundreds
-of tensors costs one transfer. Nothing is pickled, and nothing that comes in is used before it is checked: `Refused`
-says what is wrong with it. This module knows no transport.
+Nothing that comes in is used before it is checked: `Refused` says what is wrong. This module knows no transport.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,91 +14,19 @@ import torch
 from torch import Tensor
 
 from ..card import Message
-from ..errors import UserError
 from ..fleet.budget import Budget
 from ..fleet.profile import Profile
 from ..method import Fact, Reply, Seat, Task
 from ..spaces.base import Space
-from ..values import Value, bytes_of, plain, restored, tensors_in
+from ..values import Value, bytes_of
+from .parcel import Parcel, Refused, pack, unpack
 
-FORMAT = 1
-DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (
-        *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
-        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
-    )
-}
-ALIGN = 8  # bytes; tensors begin at multiples of it
-LAYOUT_LIMIT = 16 << 20  # bytes of JSON
 SMALL = 1 << 20  # bytes a client may send beside the tensors it was given
 SAMPLES_LIMIT = 10**8  # a client that claims more training images is not believed
 FACTS_LIMIT = 100
 TEXT_LIMIT = 1 << 16
-
-
-class Refused(Exception):
-    """A message that is not used, and why."""
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """A message on its way."""
-
-    layout: str
-    data: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.layout) + len(self.data)
-
-
-def pack(value: Value) -> Parcel:
-    """The value's tensors end to end, and where each lies."""
-    tensors = {path: t.detach().cpu().contiguous() for path, t in tensors_in(value)}
-    pieces: list[Any] = []
-    for tensor in tensors.values():
-        raw = tensor.reshape(-1).view(torch.uint8).numpy().data
-        pieces += [raw, bytes(-len(raw) % ALIGN)]
-    shapes = {path: [str(t.dtype).removeprefix("torch."), *t.shape] for path, t in tensors.items()}
-    return Parcel(json.dumps({"format": FORMAT, "tree": plain(value), "tensors": shapes}), b"".join(pieces))
-
-
-def unpack(parcel: Parcel) -> Value:
-    """The value of a parcel. Its tensors share one piece of memory."""
-    if len(parcel.layout) > LAYOUT_LIMIT:
-        raise Refused(f"its layout has {len(parcel.layout)} bytes, more than {LAYOUT_LIMIT}")
-    try:
-        layout = json.loads(parcel.layout)
-        if layout["format"] != FORMAT:
-            raise Refused(f"it is of message format {layout['format']!r}, not {FORMAT}")
-        return restored(layout["tree"], _tensors(layout["tensors"], parcel.data))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
-        raise Refused(f"it is no message of this package ({type(error).__name__})") from error
-
-
-def _tensors(shapes: dict[str, list[Any]], data: bytes) -> dict[str, Tensor]:
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    found: dict[str, Tensor] = {}
-    at = 0
-    for path, (name, *shape) in shapes.items():
-        if name not in DTYPES:
-            raise Refused(f"'{path}' has the unknown type {name!r}")
-        if not all(type(n) is int and n >= 0 for n in shape):
-            raise Refused(f"'{path}' has the impossible shape {shape}")
-        dtype = DTYPES[name]
-        size = math.prod(shape) * dtype.itemsize
-        if size > len(data) - at:
-            raise Refused(f"'{path}' reaches beyond the message's end")
-        raw = flat[at : at + size]
-        if dtype == torch.bool and size and int(raw.max()) > 1:
-            raise Refused(f"'{path}' holds bytes that are neither true nor false")
-        found[path] = raw.view(dtype).reshape(shape)
-        at += size + -size % ALIGN
-    if at != len(data):
-        raise Refused(f"it holds {len(data)} bytes, its layout describes {at}")
-    return found
-
+KEPT = ("parameters", "flops", "arch")  # what a client says of its network
+WORD = re.compile(r"[\w.+-]*", re.ASCII)  # an arch in a cell of a table
 
 # what a server asks for ---------------------------------------------------------------------------------------------
 
@@ -313,12 +238,14 @@ def read_response(parcel: Parcel, request: Request, client: str, declared: Messa
             request.run,
             request.number,
             client,
-            _facts(value["about"], TEXT_LIMIT) if request.seat is None else {},
+            _facts(value["about"], lists=True) if request.seat is None else {},
             evaluated and _evaluated(evaluated),
             worked and _worked(worked, task, request.seat, declared),  # type: ignore[arg-type]
             str(value["problem"])[:500],
         )
-    except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
+    except Refused:
+        raise
+    except Exception as error:  # a hostile message may make a check fail in any way
         raise Refused(f"it is no response of this package ({type(error).__name__}: {str(error)[:200]})") from error
 
 
@@ -327,12 +254,16 @@ def _evaluated(value: Value) -> Evaluated:
         for split, accuracy in scores.items():
             if split not in ("val", "test") or type(accuracy) is not float or not 0 <= accuracy <= 1:
                 raise Refused(f"'{str(split)[:40]}' = {str(accuracy)[:40]} is no accuracy")
-    return Evaluated(dict(value["personal"]), dict(value["shared"]), _facts(value["facts"], TEXT_LIMIT))
+    facts = _facts(value["facts"])
+    for name, fact in facts.items():  # they become cells of the run's table
+        if name not in KEPT or (isinstance(fact, str) and not WORD.fullmatch(fact)):
+            raise Refused(f"'{name[:40]}' = {str(fact)[:40]!r} is nothing that a network is")
+    return Evaluated(dict(value["personal"]), dict(value["shared"]), facts)
 
 
 def _worked(value: Value, task: Task, seat: Seat, declared: Message | None) -> Worked:
     said = value["reply"]
-    reply = Reply(_named(said["weights"]), said["arch"], _named(said["extra"]), _facts(said["facts"], TEXT_LIMIT))
+    reply = Reply(_named(said["weights"]), said["arch"], _named(said["extra"]), _facts(said["facts"]))
     check_reply(reply, task, seat.space)
     if declared is not None:
         check_declared(reply, declared)
@@ -362,6 +293,13 @@ def check_reply(reply: Reply, task: Task, space: Space) -> None:
     for name, tensor in (reply.weights | reply.extra).items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise Refused(f"'{name}' holds numbers that are infinite or none at all (NaN)")
+    for name, tensor in reply.extra.items():
+        whole = name in task.extra and not tensor.is_floating_point()
+        if whole and not torch.equal(tensor, task.extra[name].cpu()):
+            raise Refused(f"extra: '{name}' are whole numbers that nobody trains, and they came back as others")
+    for name, fact in reply.facts.items():
+        if name in task.facts and fact != task.facts[name]:
+            raise Refused(f"the fact '{name}' was {task.facts[name]!r} and came back as {str(fact)[:40]}")
     accuracy = reply.facts.get("accuracy", 0.0)
     if not isinstance(accuracy, int | float) or not 0 <= accuracy <= 1:
         raise Refused(f"accuracy = {str(accuracy)[:40]} is no accuracy")
@@ -383,16 +321,16 @@ def _check_tensors(found: dict[str, Tensor], given: dict[str, Tensor], what: str
             raise Refused(f"{what}: '{name}' was {was} and came back as {now}")
 
 
-def _facts(value: Value, text: int) -> dict[str, Any]:
-    """Small facts: finite numbers, short texts and lists of them."""
+def _facts(value: Value, lists: bool = False) -> dict[str, Any]:
+    """Small facts: finite numbers and short texts, and, where a newcomer speaks of itself, lists of them."""
     if len(value) > FACTS_LIMIT:
         raise Refused(f"it states {len(value)} facts, more than {FACTS_LIMIT}")
     for name, fact in value.items():
-        for item in fact if isinstance(fact, list) else (fact,):
+        for item in fact if lists and isinstance(fact, list) else (fact,):
             if isinstance(item, str):
-                if len(item) > text:
+                if len(item) > TEXT_LIMIT:
                     raise Refused(f"the fact '{name[:40]}' is a text of {len(item)} letters")
-            elif not isinstance(item, int | float) or not math.isfinite(item) or abs(item) > 1e300:
+            elif not isinstance(item, int | float) or not abs(item) <= 1e300:  # nor NaN
                 raise Refused(f"the fact '{name[:40]}' = {str(item)[:40]} is no number")
     return dict(value)
 

@@ -159,10 +159,13 @@ def _export(
     _require_agreement(name, files)
     contents = {next(iter(files)): data}
     if format == "onnx" and int8 and source.data is not None:
-        small = quantise(data, source.data[client, TRAIN][0], about | {"int8": True})
-        files["network-int8.onnx"] = _onnx_facts(small, images, expected, source, client)
-        contents["network-int8.onnx"] = small
-        notes.append(_int8_note(files))
+        try:
+            small = quantise(data, source.data[client, TRAIN][0], about | {"int8": True})
+            files["network-int8.onnx"] = _onnx_facts(small, images, expected, source, client)
+            contents["network-int8.onnx"] = small
+            notes.append(_int8_note(files))
+        except Exception as error:  # of the quantiser; the network itself is sound
+            notes.append(f"there is no int8 file: it could not be made ({type(error).__name__}: {error}).")
     for file, content in contents.items():
         write_bytes(folder / file, content)
     card = _card(source, client, name, kept, files, notes, checked_on)

@@ -78,9 +78,9 @@ def newcomer(config: FleetConfig, clients: int, seed: int, profile: str = "") ->
     """The device of a client that joins a fleet of so many: the one named, or what the distribution gives it."""
     limits = config.budget.budget()
     if profile:
-        return Device(
-            _overridden(config, shipped().get(profile)), _limited_by_memory(shipped().get(profile)).budget & limits
-        )
+        own = config.name.startswith("file:")  # its file names devices too
+        found = (read_catalogue(Path(config.name.removeprefix("file:"))) if own else shipped()).get(profile)
+        return Device(_overridden(config, found), _limited_by_memory(found).budget & limits)
     try:
         return make(config, clients + 1, seed)[-1]
     except UserError as error:

@@ -96,7 +96,8 @@ class GlobalPerturbation(FedAvg):
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
         search, rng = Search(**server.search), server.rng("ties")
         if asked := self._questions(server):
-            mean = torch.stack([r.extra["accuracies"] for r in replies]).mean(0).tolist()
+            count = sum(len(question.candidates) for question in asked)
+            mean = torch.stack([r.extra["accuracies"].reshape(count) for r in replies]).mean(0).tolist()
             for question in asked:
                 n = len(question.candidates)
                 search, mean = answered(search, question, mean[:n], rng), mean[n:]

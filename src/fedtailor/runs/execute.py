@@ -16,6 +16,7 @@ import torch
 from ..config import Config
 from ..config import load as load_config
 from ..data import partition as partitions
+from ..data.batches import trained_on
 from ..data.dataset import Dataset, fingerprints
 from ..data.federation import Store, stores
 from ..data.partition import TRAIN, Partition
@@ -184,7 +185,7 @@ def make_seats(
     largest, batch, rules = space.cost(space.largest), config.local.batch, config.make_fleet()
     seats = []
     for i, ((name, samples), device) in enumerate(zip(clients, fleet, strict=True)):
-        images = int(samples * config.local.epochs)
+        images = trained_on(samples, batch, config.local.epochs)
         profile = device.profile.sharing(config.participants) if rules.shared_link else device.profile
         if rules.hard:
             require_feasible(space, device.budget, name, batch, profile, images)

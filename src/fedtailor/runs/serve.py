@@ -67,7 +67,8 @@ def serve(
     crowd.public = public
     if old:
         crowd.expected = tuple(old["client_names"])
-        crowd.gather(min(start_with or len(crowd.expected), len(crowd.expected)))
+        able = [name for name in crowd.expected if not names or name in names]  # others were shut out since
+        crowd.gather(min(start_with or len(able), len(able)), able)
         classes, shape = tuple(old["classes"]), tuple(old["input"])
     else:
         roster(crowd, names, config.clients, config.make_partition().new_clients, start_with)

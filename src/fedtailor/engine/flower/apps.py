@@ -19,8 +19,8 @@ from ...errors import UserError
 from ...runs.execute import Watcher
 from ...runs.serve import serve
 from ..crowd import Waiting
+from ..parcel import LAYOUT_LIMIT, Parcel, Refused
 from ..site import Site
-from ..wire import LAYOUT_LIMIT, Parcel, Refused
 from . import TooLarge, at_most
 
 POLL = 0.1  # seconds between looks for a reply

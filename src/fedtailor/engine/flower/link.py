@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import socket
@@ -19,7 +20,7 @@ from cryptography.hazmat.primitives import serialization
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.constant import SubStatus
 from flwr.common.serde import fab_to_proto, run_from_proto
-from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest, UnregisterNodeRequest
+from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PullTaskInputRequest,
@@ -35,6 +36,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
+from ...certificates import node_keys
 from ...errors import UserError
 from . import quicken, watch_sizes
 
@@ -45,8 +47,18 @@ QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+HERE = ("127.0.0.1", "::1", "localhost")
 START = 120.0  # seconds a SuperLink may take to start
+LEAVE = 5.0  # seconds for the SuperLink of a server that was killed to end
 HEARTBEAT = 10.0
+
+
+def keep_quiet(*hosts: str) -> None:
+    """For this process and its children: nothing is sent to anybody, nothing is installed, and what they say to each
+    other or to these hosts does not go through the site's proxy."""
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    direct = ",".join(dict.fromkeys(filter(None, [*known.split(","), *HERE, *hosts])))
+    os.environ.update(QUIET | {"no_proxy": direct, "NO_PROXY": direct})
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -68,7 +80,10 @@ class SuperLink:
         self.host, self.port, self.tls, self.folder, self.say = host, port, tls, folder, say
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
-        os.environ.update(QUIET)
+        # a key that Flower once shut out is never let in again: other keys, other memory of who may come
+        told = b"".join(sorted(path.read_bytes() for path in node_keys(tls).values())) if tls else b""
+        self._database = folder / f"superlink-{hashlib.sha256(told).hexdigest()[:12]}.db"
+        keep_quiet(host)
         quicken()
         watch_sizes()
 
@@ -78,6 +93,9 @@ class SuperLink:
         return f"127.0.0.1:{self.port}" if self.host in ("0.0.0.0", "127.0.0.1") else f"{self.host}:{self.port}"
 
     def start(self) -> None:
+        self._await_port()
+        for path in set(self.folder.glob("superlink*.db*")) - set(self.folder.glob(f"{self._database.name}*")):
+            path.unlink()
         self._spawn()
         began = time.monotonic()
         while not self._answers():
@@ -95,14 +113,31 @@ class SuperLink:
                 self._process.wait(10)
             self._process.kill()
 
+    def _await_port(self) -> None:
+        """Raises where the port is taken: the SuperLink that answers there would be another server's."""
+        ends = time.monotonic() + LEAVE
+        while True:
+            try:
+                with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((self.host, self.port))
+                return
+            except (OSError, OverflowError) as error:
+                if getattr(error, "errno", 0) != errno.EADDRINUSE or time.monotonic() > ends:
+                    raise UserError(
+                        f"cannot listen on {self.host}:{self.port} ({getattr(error, 'strerror', '') or error}). Is "
+                        "another server running there? Choose another --port, or another --host of this machine."
+                    ) from error
+                time.sleep(0.2)
+
     def _spawn(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # messages pass through it
         keys = ["--insecure"]
         if self.tls:
             keys = ["--ssl-ca-certfile", str(self.tls / "ca.crt"), "--ssl-certfile", str(self.tls / "server.crt")]
             keys += ["--ssl-keyfile", str(self.tls / "server.key"), "--enable-supernode-auth"]
         command = [sys.executable, "-m", "fedtailor.engine.flower", "superlink", str(os.getpid()), *keys]
-        command += ["--host", self.host, "--port", str(self.port), "--database", str(self.folder / "superlink.db")]
+        command += ["--host", self.host, "--port", str(self.port), "--database", str(self._database)]
         command += ["--isolation", "process", "--disable-runtime-dependency-installation"]
         with (self.folder / "superlink.log").open("ab") as file:
             home = environment(self.folder / "flower")
@@ -132,13 +167,10 @@ class SuperLink:
         return (self.tls / "ca.crt").read_bytes() if self.tls else None
 
     def register(self, keys: Mapping[str, Path]) -> dict[int, str]:
-        """Lets the nodes with these public keys in, and no others; returns their ids with their names."""
+        """Lets the nodes with these public keys in; returns their ids with their names."""
         wanted = {name: _public(path) for name, path in keys.items()}
         with self._control() as control:
             there = {bytes(n.public_key): n.node_id for n in control.ListNodes(ListNodesRequest()).nodes_info}
-            for key, node in there.items():
-                if key not in wanted.values():
-                    control.UnregisterNode(UnregisterNodeRequest(node_id=node))
             return {
                 there.get(key) or control.RegisterNode(RegisterNodeRequest(public_key=key, name=name)).node_id: name
                 for name, key in wanted.items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import ssl
 import subprocess
 import sys
 import threading
@@ -27,11 +28,12 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 from ..site import Site
 from . import quicken
 from .apps import to_content, to_parcel
-from .link import environment, free_port
+from .link import environment, free_port, keep_quiet
 
 POLL = 0.1  # seconds between looks for a message
 HEARTBEAT = 10.0
 RESTART = 10.0  # seconds until a SuperNode that ended is started again
+WAIT = 10.0  # seconds for a server to answer
 REFUSED = "Failed to activate SuperNode"
 
 
@@ -53,10 +55,18 @@ def join(
 
     `take_home` gets the client's own folder of every run that is over.
     """
+    keep_quiet()
     site.folder.mkdir(parents=True, exist_ok=True)
-    log = site.folder / "supernode.log"
+    log, told = site.folder / "supernode.log", ""
     while True:
-        port = free_port()
+        why = unanswered(address, tls)
+        if why:
+            if why != told:
+                say(f"no connection to {address}: {why}. Trying until there is one")
+            told = why
+            time.sleep(RESTART)
+            continue
+        told, port = "", free_port()
         length = log.stat().st_size if log.exists() else 0
         process = start_supernode(address, port, tls, site.folder / "flower", log)
         try:
@@ -77,6 +87,18 @@ def join(
         else:
             say(f"the connection ended; trying again. Details are in {log}")
         time.sleep(RESTART)
+
+
+def unanswered(address: str, tls: Path | None) -> str:
+    """Why a server cannot be talked to; empty where it answers. It is called the way that the SuperNode takes."""
+    trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if tls:
+            trusted.load_verify_locations(tls / "ca.crt")
+        httpx.get(f"{'https' if tls else 'http'}://{address}/", verify=trusted, timeout=WAIT)
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        return str(error).strip() or type(error).__name__
+    return ""
 
 
 def attend(address: str, site: Site, alive: Callable[[], bool], take_home: Callable[[Path], None]) -> None:
