@@ -184,6 +184,21 @@ def test_more_clients_than_lanes_change_nothing() -> None:
         assert apart(plain, run(lanes)[0]) < 1e-4
 
 
+def test_batches_of_large_images_are_prepared_a_few_at_a_time(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedtailor.engine import replay
+
+    assert replay.ahead([(32, 3, 32, 32)]) == replay.ahead([(64, 3, 32, 32)]) == replay.CHUNK
+    assert replay.ahead([(32, 3, 224, 224)]) == 6
+    assert replay.ahead([(64, 3, 1024, 1024)] * 2) == 1
+    for method, space in (("fedavg", ""), ("fednas", "darts")):
+        changes = {"local__epochs": 0.6, "local__lr": 0.001}
+        whole, _, _ = one_round(method, space, "auto", **changes)
+        with monkeypatch.context() as tight:
+            tight.setattr(replay, "BUFFER", 1)
+            few, _, _ = one_round(method, space, "auto", **changes)
+        assert apart(whole, few) < (1e-4 if place == "pretence" else 1e-2)
+
+
 def test_steps_of_the_next_round_are_captured_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedtailor.engine.slots import Slots
 

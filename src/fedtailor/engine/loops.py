@@ -13,7 +13,7 @@ from ..spaces.layers import seed_dropout
 from ..spaces.measure import let_learn, tensors_of
 from .jobs import Loop, Made, Recipe
 from .local import Cannot, lowered
-from .replay import CHUNK, Lane, Replay, drawn, on
+from .replay import Lane, Replay, ahead, drawn, on
 
 FULL = "the GPU's memory is full"  # an obstacle that need not be there the next time
 
@@ -62,7 +62,8 @@ class LoopReplay(OwnStep):
     """The step of one job, on the job's networks."""
 
     def __init__(self, job: Loop, lane: Lane, precision: str, obstacle: str = "") -> None:
-        super().__init__(lane, [s.shape for s in job.streams], precision, min(CHUNK, job.steps))
+        shapes = [s.shape for s in job.streams]
+        super().__init__(lane, shapes, precision, min(ahead(shapes), job.steps))
         self.nets, own = job.nets, job.made()
         for net in job.nets:
             net.train()
@@ -95,7 +96,7 @@ class LoopSlot(OwnStep):
     """The captured step of a recipe, with networks and values of its own, into which a job's are copied, and back."""
 
     def __init__(self, key: Recurring, nets: Sequence[nn.Module], steps: int, lane: Lane, precision: str) -> None:
-        super().__init__(lane, key.batches, precision, min(CHUNK, steps))
+        super().__init__(lane, key.batches, precision, min(ahead(key.batches), steps))
         self.key, self.nets = key, tuple(net.train() for net in nets)
         self.values = [None if v is type(None) else _blank(v, lane.stream.device) for v in key.values]
         self.tensors = [t for net in nets for t in tensors_of(net).values()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,7 +30,8 @@ from .steps import objective, pull_, push_
 if TYPE_CHECKING:
     from ..config import Local
 
-CHUNK = 128  # steps whose batches are prepared at once
+CHUNK = 128  # the most steps whose batches are prepared at once
+BUFFER = 128 << 20  # bytes that these may take
 Draw = Callable[[int, int], tuple[Tensor, Tensor]]  # the batches from a step on, of so many steps
 
 
@@ -136,12 +138,17 @@ def drawn(stream: Stream, steps: int) -> Draw:
     return lambda first, count: stream.batches(order[first : first + count], first)
 
 
+def ahead(shapes: Sequence[tuple[int, ...]]) -> int:
+    """How many steps' batches are prepared at once: the images of large ones would fill the card."""
+    return max(1, min(CHUNK, BUFFER // sum(4 * math.prod(shape) for shape in shapes)))
+
+
 class Replay:
     """A step captured once and replayed `steps` times over the batches of some streams."""
 
     graph: torch.cuda.CUDAGraph
 
-    def __init__(self, lane: Lane, shapes: Sequence[tuple[int, ...]], precision: str, chunk: int = CHUNK) -> None:
+    def __init__(self, lane: Lane, shapes: Sequence[tuple[int, ...]], precision: str, chunk: int) -> None:
         self.lane, self.stream, self.precision, self.chunk = lane, lane.stream, precision, chunk
         device = self.stream.device
         self.total = torch.zeros((), device=device)
@@ -210,7 +217,7 @@ class FitSlot(Replay):
     """The captured step of an ordinary fit. It keeps a network; jobs with another one copy their weights in and out."""
 
     def __init__(self, key: Step, net: nn.Module, lane: Lane, precision: str) -> None:
-        super().__init__(lane, [key.batch], precision)
+        super().__init__(lane, [key.batch], precision, ahead([key.batch]))
         self.key, self.net, self.local = key, net.train(), key.local
         device = self.total.device
         named = parameters_of(net)
