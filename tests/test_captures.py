@@ -134,6 +134,23 @@ def test_a_network_that_finds_no_room_is_made_when_there_is_some(party: Party, m
         engine.run([("one", party.score(0)), ("two", party.score(1))])
 
 
+def test_batches_that_find_no_room_are_prepared_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "BUFFER", 1)
+    party = Party(monkeypatch, clients=2, participants=2, local__epochs=2.0)
+    party.train(2)
+    expected, real, calls = party.train(2), Replay._fill, iter(range(99))
+
+    def fill(slot: Replay) -> None:
+        if slot.done and next(calls) == 3:
+            raise torch.OutOfMemoryError
+        real(slot)
+
+    monkeypatch.setattr(Replay, "_fill", fill)
+    assert party.train(2) == expected
+    assert next(calls) > 6
+    assert sum("memory is full" in text for text in party.said) == 1
+
+
 def test_what_lanes_hold_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Room(pretend(monkeypatch))
     stats = {f"{kind}_bytes": {"all": {"current": size}} for kind, size in {"reserved": 900, "allocated": 100}.items()}

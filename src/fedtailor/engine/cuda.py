@@ -331,10 +331,14 @@ class CudaEngine(LocalEngine):
         self._under_way = max(1, clients or self.at_once // 2)
         self._tell(f"GPU memory is full: {self._under_way} clients go on at a time")
 
-    @staticmethod
-    def _queue(replays: Sequence[Replay], steps: int) -> None:
+    def _queue(self, replays: Sequence[Replay], steps: int) -> None:
         for replay in replays:
-            replay.replay(steps)
+            try:
+                replay.replay(steps)
+            except torch.OutOfMemoryError:  # for the next batches: a captured step itself asks for nothing
+                if (isinstance(replay, OwnStep) and replay.obstacle) or not self._keep_less():
+                    raise
+                replay.replay(steps)
 
     def _next(self, new: set[Step], replays: Sequence[Replay]) -> Iterator[Step]:
         """The steps that the next round will want and that are not there, if its archs can be foreseen.
