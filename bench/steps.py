@@ -72,12 +72,11 @@ class Layers:
         with torch.cuda.stream(self.lane.stream):
             inputs = [torch.randn_like(x).requires_grad_() for _, x, _ in self.seen]
             torch.cuda.synchronize()
-            self.lane.begin(self.graph)
-            for x, (layer, _, more) in zip(inputs, self.seen, strict=True):
-                with lowered(self.precision):
-                    y = layer(x, **more)
-                torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
-            self.graph.capture_end()
+            with self.lane.recording(self.graph):
+                for x, (layer, _, more) in zip(inputs, self.seen, strict=True):
+                    with lowered(self.precision):
+                        y = layer(x, **more)
+                    torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
         self.inputs = inputs  # the graph reads them
 
     def replay(self) -> None:

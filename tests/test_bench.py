@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -112,7 +113,7 @@ def test_steps_are_timed_alone_side_by_side_and_by_layer(
     steps, here = script("steps"), pretend(monkeypatch)
     engine = steps.CudaEngine
     monkeypatch.setattr(steps, "CudaEngine", lambda _, precision, at_once: engine(here, precision, at_once))
-    monkeypatch.setattr(steps.Lane, "begin", lambda lane, graph: None)
+    monkeypatch.setattr(steps.Lane, "recording", lambda lane, graph: contextlib.nullcontext())
     monkeypatch.setattr(steps.torch.cuda, "get_device_name", lambda: "pretence")
     monkeypatch.setattr(steps, "heaviest", lambda slot: (2.0, [("kernel", 2.0, 5.0)]))
     words = ["--set", "net.name=mobilenetv3_large", "--precision", "fp32", "--batch", "2", "--beside", "1", "2"]

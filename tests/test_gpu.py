@@ -112,20 +112,20 @@ def test_a_step_that_cannot_be_captured_runs_all_the_same() -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "scaffold", "fedrep"])
 def test_equal_clients_trained_as_a_stack_agree(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedtailor.engine import cuda
+    from fedtailor.engine import stack
 
     asked: list[int] = []
 
-    def always(stack: Any, lanes: Any, clients: int, steps: int) -> bool:
+    def always(trial: Any, lanes: Any, clients: int, steps: int) -> bool:
         asked.append(clients)
         return True
 
-    monkeypatch.setattr(cuda, "stacking_pays", always)
+    monkeypatch.setattr(stack, "stacking_pays", always)
     crowd = {"clients": 6, "participants": 5}
     eager, _, _ = one_round(method, "", "eager", **crowd)
     ours, _, federation = one_round(method, "", "auto", **crowd)
     assert asked
-    assert any(federation.engine._stacks.values())  # type: ignore[attr-defined]
+    assert len(federation.engine._stacks)  # type: ignore[attr-defined]
     assert apart(eager, ours) < 1e-4
 
 
@@ -136,16 +136,16 @@ STACKED = [("cnn", {"net__norm": "batch"}), ("cnn", {"net__dropout": 0.5}), ("mo
 def test_layers_of_every_kind_can_be_stacked(
     net: str, options: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedtailor.engine import cuda
+    from fedtailor.engine import stack
 
     if place == "pretence" and net != "cnn":
         pytest.skip("takes long on a processor, where a stack computes with the same layers anyway")
     crowd = {"clients": 5, "participants": 4, "net__name": net, "local__lr": 1e-4} | options
     states = {}
     for pays in (True, False):
-        monkeypatch.setattr(cuda, "stacking_pays", lambda *_, pays=pays: pays)
+        monkeypatch.setattr(stack, "stacking_pays", lambda *_, pays=pays: pays)
         states[pays], _, federation = one_round("fedavg", "", "auto", **crowd)
-        assert any(federation.engine._stacks.values()) == pays  # type: ignore[attr-defined]
+        assert bool(len(federation.engine._stacks)) == pays  # type: ignore[attr-defined]
     assert apart(states[True], states[False]) < 1e-3  # a statistic that does not move would be a tenth off
 
 
@@ -182,6 +182,21 @@ def test_more_clients_than_lanes_change_nothing() -> None:
     plain, _, _ = run(engine="eager")
     for lanes in (1, 2, 4):
         assert apart(plain, run(lanes)[0]) < 1e-4
+
+
+def test_batches_of_large_images_are_prepared_a_few_at_a_time(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedtailor.engine import replay
+
+    assert replay.ahead([(32, 3, 32, 32)]) == replay.ahead([(64, 3, 32, 32)]) == replay.CHUNK
+    assert replay.ahead([(32, 3, 224, 224)]) == 6
+    assert replay.ahead([(64, 3, 1024, 1024)] * 2) == 1
+    for method, space in (("fedavg", ""), ("fednas", "darts")):
+        changes = {"local__epochs": 0.6, "local__lr": 0.001}
+        whole, _, _ = one_round(method, space, "auto", **changes)
+        with monkeypatch.context() as tight:
+            tight.setattr(replay, "BUFFER", 1)
+            few, _, _ = one_round(method, space, "auto", **changes)
+        assert apart(whole, few) < (1e-4 if place == "pretence" else 1e-2)
 
 
 def test_steps_of_the_next_round_are_captured_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,11 +469,11 @@ def test_a_card_too_full_to_score_has_fewer_clients_under_way(monkeypatch: pytes
         client = federation.client(job.seats[i], {}, 1)
         return float(await client.fit(client.build(federation.method.ask(federation.begin().server, client.seat))))
 
-    monkeypatch.setattr(engine, "_hits", full(real_hits, {2}))
+    monkeypatch.setattr(engine, "_hits", full(real_hits, {2, 3}))  # also when there are no captured passes any more
     assert len(engine.run((f"client {i}", score(i)) for i in range(3))) == 3
     assert engine._under_way == 2  # type: ignore[attr-defined]
     assert engine.crowd > 2  # type: ignore[attr-defined]  # the next round trains as many as before
-    assert sum("GPU memory is full" in text for text in said) == 1
+    assert sum("GPU memory is full" in text for text in said) == 2
     monkeypatch.setattr(engine, "_hits", real_hits)
     calls = iter(range(9))
     monkeypatch.setattr(engine, "_prepare", full(real_prepare, {0}))  # while another client's score is under way

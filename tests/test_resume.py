@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedtailor import values
+from fedtailor.engine.loop import Federation
 from fedtailor.errors import UserError
 from fedtailor.runs.execute import Watcher, resume, start
 from tools import rows, small_config
@@ -93,6 +95,28 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_used(damage: str, tm
     watch = Stop()
     assert rows(resume(cut, "cpu", 1, watch)) == rows(whole)
     assert "000003 is damaged" in watch.said[0]
+
+
+def test_a_damaged_checkpoint_is_not_built_upon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memories are of rounds that a run which goes on from the one before has yet to come to."""
+    config = small_config("ditto", rounds=8, checkpoint_every=3, clients=6, participants=2)
+    whole, cut = start(config, tmp_path / "whole", "cpu", 1), tmp_path / "cut"
+    with pytest.raises(RuntimeError):
+        start(config, cut, "cpu", 1, Stop(7, RuntimeError))
+    (cut / "checkpoints" / "server-000006.safetensors").unlink()
+    real = Federation.exchange
+
+    def stopped(self: Federation, method: Any, server: Any, memories: Any, number: int, *more: Any) -> Any:
+        if number == 5:
+            raise KeyboardInterrupt
+        return real(self, method, server, memories, number, *more)
+
+    monkeypatch.setattr(Federation, "exchange", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        resume(cut, "cpu", 1)
+    monkeypatch.undo()
+    assert (cut / "checkpoints" / "000004.json").exists()
+    assert rows(resume(cut, "cpu", 1)) == rows(whole)
 
 
 def test_disk_full_while_saving_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +24,14 @@ from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost
 from .jobs import Fit, Job, Loop, Recalibrate, Recipe, Score, Waiting
 from .local import Cannot, LocalEngine, Memory
-from .loops import LoopReplay, LoopSlot, OwnStep
+from .loops import FULL, LoopReplay, LoopSlot, OwnStep, Recurring
 from .outfit import fit_out
-from .replay import FitSlot, Forwards, Lane, Replay, Step, no_garbage, on
+from .passes import Passes
+from .replay import FitSlot, Lane, Replay, Step, no_garbage, on
 from .room import Room
 from .shelf import Shelf
 from .slots import Slots
-from .stack import FEWEST, StackSlot, equals, stacking_pays
+from .stack import Stacks, equals
 from .steps import Estimate, fit_step
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
@@ -40,8 +40,7 @@ AHEAD = 128  # steps in the card's queue while a step is captured: a full card d
 SLACK = 1.3  # the most that a network's training memory may be underestimated by
 WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for a captured step
 CROWD = 128  # the most clients whose work is under way at once
-MOST_STACKS = 8  # kept
-SCORING = 8  # lanes that score: what passes over many images need stays with the lane
+TRIES = 2  # at capturing steps of a kind: what was in the way of the first may have been there once only
 MEMORIES = 0.25  # of the card's memory that what clients keep may take
 SHARE = 0.4  # of the card's memory that must be free to get ready for the next round
 
@@ -65,8 +64,9 @@ class CudaEngine(LocalEngine):
         self.room = Room(device)
         lanes = [Lane(torch.cuda.Stream(device)) for _ in range(at_once)]
         self.slots = Slots(self._make, lanes, slots, self.precision)
-        self._stacks: OrderedDict[Step, StackSlot | None] = OrderedDict()  # None: not worth it
-        self._forwards: WeakKeyDictionary[nn.Module, Forwards] = WeakKeyDictionary()
+        self._stacks = Stacks(self.slots)
+        self._refused: dict[Step | Recurring, list[str]] = {}  # why they could not be captured, each time it was tried
+        self._passes = Passes(self.slots, lambda: self._free() > SHARE * self.room.size)
         self._foresee: Callable[[], Sequence[Arch]] | None = None
         self.shelf = Shelf(device, int(MEMORIES * self.room.size))
         self._losses: list[tuple[str, Tensor]] = []  # by label, that nobody has looked at
@@ -77,7 +77,7 @@ class CudaEngine(LocalEngine):
     def plan(self, largest: Cost, batch: int, clients: int) -> None:
         """Says what the card will hold, and lowers what is under way at once where that would not fit."""
         each = SLACK * largest.training_memory(batch) + WORKSPACE
-        free = self.room.free()
+        free = self._free()
         self.at_once, self.crowd = (max(1, min(most, int(free / each))) for most in (self.at_once, self.crowd))
         self.slots.most = max(self.at_once, min(self.slots.most, int(free / 2 / each)))
         self._say(
@@ -88,7 +88,12 @@ class CudaEngine(LocalEngine):
     # networks ---------------------------------------------------------------------------------------------------
 
     def network(self, space: Space, arch: Arch) -> nn.Module:
-        return self.slots.network(space, arch)
+        while True:
+            try:
+                return self.slots.network(space, arch)
+            except torch.OutOfMemoryError:  # nobody could go on with a client that was refused a network
+                if not self._keep_less():
+                    raise
 
     def _fit_out(self, net: nn.Module) -> None:
         fit_out(net, self.precision)
@@ -117,7 +122,13 @@ class CudaEngine(LocalEngine):
         """
         self._foresee, self._under_way = foresee, self.crowd
         with no_garbage():  # what it frees may be a graph, and a graph freed during a capture makes the capture void
-            return self._run(work)
+            try:
+                return self._run(work)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # what ended the run is the error to report
+                    torch.cuda.synchronize(self.device)  # the card still computes in what is let go now
+                self._losses.clear()
+                raise
 
     def _run(self, work: Iterable[tuple[str, Coroutine[Any, Any, T]]]) -> list[T]:
         results: dict[int, T] = {}
@@ -159,18 +170,21 @@ class CudaEngine(LocalEngine):
 
     def _begin(self, number: int, label: str, job: Score) -> None:
         """The card scores while the next clients get ready."""
-        try:
-            self._scores[number] = self._scored(number, label, job)
-        except torch.OutOfMemoryError as error:
-            self._make_room(len(self._scores), label, error)  # for these scores: the next round may train as before
-            self._scores[number] = self._scored(number, label, job)
+        while number not in self._scores:
+            try:
+                self._scores[number] = self._scored(number, label, job)
+            except torch.OutOfMemoryError as error:
+                if self._keep_less():
+                    continue
+                busy = sum(lane.held > 0 for lane in self.slots.lanes)
+                self._make_room(len(self._scores), label, error)
+                if busy:  # else the next round's steps would fill the card again
+                    self.at_once = max(1, min(self.at_once, busy // 2))
+                self._scores[number] = self._scored(number, label, job)
 
     def _scored(self, number: int, label: str, job: Score) -> tuple[Tensor, torch.cuda.Stream]:
         """How many answers are right, and the stream that counts them."""
-        if job.net not in self._forwards:
-            lanes = self.slots.lanes[:SCORING]
-            self._forwards[job.net] = Forwards(lanes[number % len(lanes)])
-        stream = self._forwards[job.net].lane.stream
+        stream = self._passes.lane(job.net, number).stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._named(label), on(stream):
             return self._hits(job), stream
@@ -219,38 +233,18 @@ class CudaEngine(LocalEngine):
         """Trains clients with equal networks and steps as one, if that is faster."""
         jobs = [job for _, _, job in group if isinstance(job, Fit)]
         with self._named(f"{group[0][1]} and {len(group) - 1} more"):
-            stack = self._stack(jobs)
+            stack = self._stacks.of(jobs)
             if stack is None:
                 return {}
-            stack.begin(jobs)
+            try:
+                stack.begin(jobs)
+            except torch.OutOfMemoryError:  # nothing has run yet: they train side by side
+                self._stacks.forget()
+                return {}
             self._queue([stack], stack.steps)
             stack.finish()
             torch.cuda.current_stream(self.device).wait_stream(stack.stream)
         return self._late(group, stack.total.double() / stack.steps)
-
-    def _stack(self, jobs: Sequence[Fit]) -> StackSlot | None:
-        """The stack for these jobs; None where it would not be faster than side by side, or cannot be."""
-        key, clients = Step.of(jobs[0]), len(jobs)
-        found = self._stacks.get(key)
-        if key in self._stacks and (found is None or found.places >= clients):
-            self._stacks.move_to_end(key)
-            return found
-        self._stacks[key] = None
-        try:
-            first, *others = self.slots.lanes[: 1 + min(clients, 2 * FEWEST)]
-            net = self._make(key.space, key.arch)
-            stack = StackSlot(key, net, clients, jobs[0].steps, first, self.precision)
-            trial = [self.slots.captured(key, lane) for lane in others]
-        except (Cannot, torch.OutOfMemoryError):
-            return None
-        if stacking_pays(stack, trial, clients, jobs[0].steps):
-            self._stacks[key] = stack
-        else:
-            for slot in trial:
-                self.slots.keep(slot)
-        while len(self._stacks) > MOST_STACKS:
-            self._stacks.popitem(last=False)
-        return self._stacks[key]
 
     def _train_part(self, batch: list[Waiting]) -> dict[int, Tensor]:
         """Trains as many of these as there is memory for, at least one."""
@@ -259,7 +253,7 @@ class CudaEngine(LocalEngine):
         new: set[Step] = set()  # steps used for the first time
         most = 0  # bytes that one of them took
         for _, label, job in batch:
-            before = self.room.free()
+            before = self._free()
             if replays and before < SLACK * most:
                 break
             try:
@@ -269,12 +263,14 @@ class CudaEngine(LocalEngine):
                 self.crowd = self._under_way
                 self.at_once = min(self.at_once, self.crowd)
                 break
-            most = max(most, before - self.room.free())
+            most = max(most, before - self._free())
             self._queue(replays, -(-AHEAD // len(replays)))  # the card works on these while the next one is captured
         if not replays:
             return {}
         with contextlib.suppress(Cannot, torch.OutOfMemoryError):  # then the next round captures its own steps
-            for key, lane in zip(self._next(new, replays), cycle(self.slots.lanes), strict=False):
+            for key, lane in zip(self._next(new, replays), cycle(self.slots.lanes[: self.at_once]), strict=False):
+                if self._free() < SLACK * most:
+                    break
                 self.slots.keep(self.slots.captured(key, lane))
                 self._queue(replays, -(-AHEAD // len(replays)))
         while any(replay.left for replay in replays):
@@ -314,18 +310,35 @@ class CudaEngine(LocalEngine):
         """Waits for the card."""
         return torch.stack(list(numbers)).tolist()
 
+    def _free(self) -> int:
+        """Bytes that can be had for anything."""
+        return self.room.free(self.slots.held)
+
+    def _keep_less(self) -> bool:
+        """Lets go of what is quickest made again, and has less of it from now on; False where nothing is left."""
+        torch.cuda.synchronize(self.device)  # a graph must not go while it runs
+        if not (self._passes.keep_less() or self.slots.keep_less()):
+            return False
+        torch.cuda.empty_cache()
+        self._tell("GPU memory is full: less is kept for later")
+        return True
+
     def _make_room(self, clients: int, label: str, error: Exception) -> None:
         """After the card's memory was found full with so many clients under way."""
-        if not clients and not (len(self.slots) or any(self._stacks.values())):
+        if not clients and not (len(self.slots) or len(self._stacks)):
             raise RuntimeError(f"{label}: the GPU's memory is too small for one client ({error})") from error
         self.forget()
         self._under_way = max(1, clients or self.at_once // 2)
         self._tell(f"GPU memory is full: {self._under_way} clients go on at a time")
 
-    @staticmethod
-    def _queue(replays: Sequence[Replay], steps: int) -> None:
+    def _queue(self, replays: Sequence[Replay], steps: int) -> None:
         for replay in replays:
-            replay.replay(steps)
+            try:
+                replay.replay(steps)
+            except torch.OutOfMemoryError:  # for the next batches: a captured step itself asks for nothing
+                if (isinstance(replay, OwnStep) and replay.obstacle) or not self._keep_less():
+                    raise
+                replay.replay(steps)
 
     def _next(self, new: set[Step], replays: Sequence[Replay]) -> Iterator[Step]:
         """The steps that the next round will want and that are not there, if its archs can be foreseen.
@@ -333,7 +346,8 @@ class CudaEngine(LocalEngine):
         They are this round's new steps with the next round's archs in place of its own.
         """
         patterns = {key._replace(arch=()) for key in new if key.train is None}
-        if not patterns or self._foresee is None or self.room.free() < SHARE * self.room.size:
+        free = self.room.free()  # what lanes hold as well: these steps can have it
+        if not patterns or self._foresee is None or free < SHARE * self.room.size:
             return
         foresee, self._foresee = self._foresee, None
         busy = Counter(replay.key for replay in replays if isinstance(replay, FitSlot))
@@ -344,36 +358,47 @@ class CudaEngine(LocalEngine):
 
     def _prepare(self, label: str, job: Job, new: set[Step], taken: set[Lane]) -> Replay:
         with self._named(label):
-            if isinstance(job, Fit) and job.loss is None:
-                with contextlib.suppress(Cannot):  # if it cannot be captured, it is run as a step of its own below
-                    slot = self.slots.slot(Step.of(job), job.net, taken, self.at_once)
+            if isinstance(job, Fit) and job.loss is None and not self._obstacle(key := Step.of(job)):
+                try:
+                    slot = self.slots.slot(key, job.net, taken, self.at_once)
                     if slot.fresh:
                         new.add(slot.key)
                     slot.begin(job)
                     return slot
+                except Cannot as reason:  # it is run as a step of its own
+                    self._refused.setdefault(key, []).append(str(reason))
             if isinstance(job, Fit):
                 job = Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed)
             assert isinstance(job, Loop)
-            if isinstance(job.step, Recipe) and job.steps > 1:  # a single step is not worth a network of its own
+            again = isinstance(job.step, Recipe) and job.steps > 1  # one step is not worth a network of its own
+            obstacle = self._obstacle(Recurring.of(job)) if again else ""
+            if again and not obstacle:
                 replay = self.slots.loop(job, taken)
                 replay.begin(job)
+                if replay.obstacle not in ("", FULL):
+                    self._refused.setdefault(replay.key, []).append(replay.obstacle)
             else:
-                replay = LoopReplay(job, self.slots.idle(taken), self.precision)
+                replay = LoopReplay(job, self.slots.idle(taken), self.precision, obstacle)
             if replay.obstacle and replay.left:
                 self._tell(f"{label}: runs step by step, its step cannot be captured ({replay.obstacle})")
             return replay
 
+    def _obstacle(self, kind: Step | Recurring) -> str:
+        """What keeps steps of a kind from being captured, if that is certain."""
+        why = self._refused.get(kind, [])
+        return why[-1] if len(why) >= TRIES else ""
+
     # scoring ----------------------------------------------------------------------------------------------------
 
     def _logits(self, net: nn.Module, images: Tensor) -> Tensor:
-        return self._forwards[net](net, images, lambda: self.room.free() > SHARE * self.room.size)
+        return self._passes.logits(net, images)
 
     def forget(self) -> None:
-        """Drops every captured step and network that no client holds."""
+        """Drops every captured step, and the networks that no client holds."""
         torch.cuda.synchronize(self.device)  # a graph must not go while it runs
         self.slots.forget()
-        self._forwards.clear()
-        self._stacks = OrderedDict.fromkeys(self._stacks)  # what is short of memory should not stack again
+        self._passes.forget()
+        self._stacks.forget()
         torch.cuda.empty_cache()
 
     def close(self) -> None:

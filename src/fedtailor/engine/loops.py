@@ -13,14 +13,16 @@ from ..spaces.layers import seed_dropout
 from ..spaces.measure import let_learn, tensors_of
 from .jobs import Loop, Made, Recipe
 from .local import Cannot, lowered
-from .replay import CHUNK, Lane, Replay, drawn, on
+from .replay import Lane, Replay, ahead, drawn, on
+
+FULL = "the GPU's memory is full"  # an obstacle that need not be there the next time
 
 
 class OwnStep(Replay):
     """A method's own step: the first one is run, the rest replayed."""
 
-    def _begin(self, own: Callable[..., Tensor]) -> None:
-        """Runs the first step and captures the others."""
+    def _begin(self, own: Callable[..., Tensor], obstacle: str = "") -> None:
+        """Runs the first step and captures the others, unless there is a known obstacle."""
 
         def step() -> Tensor:
             pairs = self.batches()
@@ -31,14 +33,14 @@ class OwnStep(Replay):
                 self.total += step()
             self.counter += 1
         self.done = 1
-        self.step, self.obstacle = step, "" if self.left else "one step"
-        if self.left:
+        self.step, self.obstacle = step, obstacle if self.left else "one step"
+        if not self.obstacle:
             try:
                 self.capture(step)
             except Cannot as reason:
                 self.obstacle = str(reason)
             except torch.OutOfMemoryError:  # the first step is done and cannot be done again
-                self.obstacle = "the GPU's memory is full"
+                self.obstacle = FULL
                 del self.graph
 
     def launch(self) -> None:
@@ -59,14 +61,15 @@ class OwnStep(Replay):
 class LoopReplay(OwnStep):
     """The step of one job, on the job's networks."""
 
-    def __init__(self, job: Loop, lane: Lane, precision: str) -> None:
-        super().__init__(lane, [s.shape for s in job.streams], precision, min(CHUNK, job.steps))
+    def __init__(self, job: Loop, lane: Lane, precision: str, obstacle: str = "") -> None:
+        shapes = [s.shape for s in job.streams]
+        super().__init__(lane, shapes, precision, min(ahead(shapes), job.steps))
         self.nets, own = job.nets, job.made()
         for net in job.nets:
             net.train()
             seed_dropout(net, job.seed)
         self.start([drawn(stream, job.steps) for stream in job.streams], job.steps)
-        self._begin(own)
+        self._begin(own, obstacle)
 
     def finish(self) -> None:
         for net in self.nets:
@@ -93,11 +96,12 @@ class LoopSlot(OwnStep):
     """The captured step of a recipe, with networks and values of its own, into which a job's are copied, and back."""
 
     def __init__(self, key: Recurring, nets: Sequence[nn.Module], steps: int, lane: Lane, precision: str) -> None:
-        super().__init__(lane, key.batches, precision, min(CHUNK, steps))
+        super().__init__(lane, key.batches, precision, min(ahead(key.batches), steps))
         self.key, self.nets = key, tuple(net.train() for net in nets)
         self.values = [None if v is type(None) else _blank(v, lane.stream.device) for v in key.values]
         self.tensors = [t for net in nets for t in tensors_of(net).values()]
         self.made: Made | None = None
+        self.job: Loop | None = None  # under way
         self.obstacle = ""
 
     def begin(self, job: Loop) -> None:
@@ -106,7 +110,7 @@ class LoopSlot(OwnStep):
         with on(self.stream), torch.no_grad():
             for net in self.nets:
                 seed_dropout(net, job.seed)
-            torch._foreach_copy_(self.tensors, self._theirs())
+            torch._foreach_copy_(self.tensors, _tensors_of(job))
             for own, value in zip(self.values, job.values, strict=True):
                 if own is not None and value is not None:
                     own.copy_(value) if isinstance(value, Tensor) else own.fill_(value)
@@ -124,11 +128,14 @@ class LoopSlot(OwnStep):
             tensor.grad = None  # the lane's other steps may have its memory
 
     def finish(self) -> None:
+        assert self.job
         with on(self.stream), torch.no_grad():
-            torch._foreach_copy_(self._theirs(), self.tensors)
+            torch._foreach_copy_(_tensors_of(self.job), self.tensors)
+        self.job, self.draws = None, ()  # as a fit's slot
 
-    def _theirs(self) -> list[Tensor]:
-        return [t for net in self.job.nets for t in tensors_of(net).values()]
+
+def _tensors_of(job: Loop) -> list[Tensor]:
+    return [t for net in job.nets for t in tensors_of(net).values()]
 
 
 def _blank(like: object, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,12 +24,14 @@ from ..spaces.layers import seed_dropout
 from ..spaces.measure import let_learn, parameters_of, tensors_of
 from .jobs import Fit
 from .local import Cannot, lowered
+from .room import held
 from .steps import objective, pull_, push_
 
 if TYPE_CHECKING:
     from ..config import Local
 
-CHUNK = 128  # steps whose batches are prepared at once
+CHUNK = 128  # the most steps whose batches are prepared at once
+BUFFER = 128 << 20  # bytes that these may take
 Draw = Callable[[int, int], tuple[Tensor, Tensor]]  # the batches from a step on, of so many steps
 
 
@@ -64,13 +67,26 @@ class Lane:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream, self._keeper = stream, keeper(stream)
+        self.held = 0  # bytes that were taken for these steps: nobody else can have them as long as one is left
 
-    def begin(self, graph: torch.cuda.CUDAGraph) -> None:
-        """What follows on the stream is recorded, with matrix workspaces of its own: lanes run side by side."""
+    @contextlib.contextmanager
+    def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """What happens inside on the stream is recorded, with matrix workspaces of its own: lanes run side by side."""
         torch._C._cuda_clearCublasWorkspaces()
+        before, _ = held(self.stream.device)
         graph.capture_begin(self._keeper.pool(), capture_error_mode="thread_local")
+        try:
+            yield
+            graph.capture_end()
+        except Exception as error:
+            self._abandon(graph)
+            raise refusal(error) from error
+        except BaseException:  # somebody stops the run, which has yet to be saved: no capture may be left open
+            self._abandon(graph)
+            raise
+        self.held += held(self.stream.device)[0] - before
 
-    def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Ends a capture that an error has made void; that error is the one to report."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
@@ -122,17 +138,23 @@ def drawn(stream: Stream, steps: int) -> Draw:
     return lambda first, count: stream.batches(order[first : first + count], first)
 
 
+def ahead(shapes: Sequence[tuple[int, ...]]) -> int:
+    """How many steps' batches are prepared at once: the images of large ones would fill the card."""
+    return max(1, min(CHUNK, BUFFER // sum(4 * math.prod(shape) for shape in shapes)))
+
+
 class Replay:
     """A step captured once and replayed `steps` times over the batches of some streams."""
 
     graph: torch.cuda.CUDAGraph
 
-    def __init__(self, lane: Lane, shapes: Sequence[tuple[int, ...]], precision: str, chunk: int = CHUNK) -> None:
+    def __init__(self, lane: Lane, shapes: Sequence[tuple[int, ...]], precision: str, chunk: int) -> None:
         self.lane, self.stream, self.precision, self.chunk = lane, lane.stream, precision, chunk
         device = self.stream.device
         self.total = torch.zeros((), device=device)
         self.counter = torch.zeros(1, device=device, dtype=torch.int64)
         self.buffers: list[tuple[Tensor, Tensor]] = []
+        self.draws: Sequence[Draw] = ()
         self.steps = self.done = 0
         for batch in shapes:
             images = torch.empty((chunk, *batch), device=device)
@@ -149,16 +171,10 @@ class Replay:
     def capture(self, step: Callable[[], Tensor]) -> None:
         """Records one step without running it."""
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
-            self.lane.begin(self.graph)
-            try:
-                with lowered(self.precision):
-                    self.total += step()
-                self.counter += 1
-                self.graph.capture_end()
-            except Exception as error:
-                self.lane.abandon(self.graph)
-                raise refusal(error) from error
+        with torch.cuda.stream(self.stream), self.lane.recording(self.graph):
+            with lowered(self.precision):
+                self.total += step()
+            self.counter += 1
 
     def start(self, draws: Sequence[Draw], steps: int) -> None:
         """Sets the walk to its beginning; the stream first waits for what was computed before."""
@@ -201,7 +217,7 @@ class FitSlot(Replay):
     """The captured step of an ordinary fit. It keeps a network; jobs with another one copy their weights in and out."""
 
     def __init__(self, key: Step, net: nn.Module, lane: Lane, precision: str) -> None:
-        super().__init__(lane, [key.batch], precision)
+        super().__init__(lane, [key.batch], precision, ahead([key.batch]))
         self.key, self.net, self.local = key, net.train(), key.local
         device = self.total.device
         named = parameters_of(net)
@@ -217,16 +233,19 @@ class FitSlot(Replay):
         self.state = start_state(self.optimiser, self.parameters)
         self.update = self._update()
         self.fresh = True  # not used yet
+        self.job: Fit | None = None  # under way
         self.stream.wait_stream(torch.cuda.current_stream())  # for the tensors made just now
         learning = set(self.train)
         for name, parameter in named.items():
             parameter.requires_grad_(name in learning)
-        self.capture(self._step)
+        try:
+            self.capture(self._step)
+        finally:
+            self.optimiser.zero_grad(set_to_none=True)  # the lane's other steps may have the gradients' memory
+            let_learn(net)  # as whoever holds the network expects it
         if self.update is not None:
             with on(self.stream):
                 self.update.settle()
-        self.optimiser.zero_grad(set_to_none=True)  # the lane's other steps may have the gradients' memory
-        let_learn(net)  # as whoever holds the network expects it
 
     def begin(self, job: Fit) -> None:
         self.job, self.fresh = job, False
@@ -283,9 +302,10 @@ class FitSlot(Replay):
         self.optimiser.step()
 
     def finish(self) -> None:
-        if self.job.net is not self.net:
+        if self.job and self.job.net is not self.net:
             with on(self.stream), torch.no_grad():
                 torch._foreach_copy_(list(tensors_of(self.job.net).values()), self.tensors)
+        self.job, self.draws = None, ()  # the slot may be kept for long: what clients have must not stay with it
 
 
 class Forward:
@@ -293,13 +313,8 @@ class Forward:
 
     def __init__(self, net: nn.Module, images: Tensor, lane: Lane) -> None:
         self.images, self.graph = images.clone(), torch.cuda.CUDAGraph()
-        lane.begin(self.graph)
-        try:
+        with lane.recording(self.graph):
             self.logits = net(self.images)
-            self.graph.capture_end()
-        except Exception as error:
-            lane.abandon(self.graph)
-            raise refusal(error) from error
 
     def __call__(self, images: Tensor) -> Tensor:
         self.images.copy_(images)
@@ -313,13 +328,18 @@ class Forwards:
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self._by_size: dict[int, Forward | None] = {}
+        self._refused = False
 
     def __call__(self, net: nn.Module, images: Tensor, room: Callable[[], bool]) -> Tensor:
         """The network's outputs, on the lane's stream. Nothing is captured where there is no room for it."""
         size = len(images)
-        if size in self._by_size and self._by_size[size] is None and room():
-            with contextlib.suppress(Cannot, torch.OutOfMemoryError):
+        if size in self._by_size and self._by_size[size] is None and not self._refused and room():
+            try:
                 self._by_size[size] = Forward(net, images, self.lane)
+            except Cannot:  # nor will it be possible the next time
+                self._refused = True
+            except torch.OutOfMemoryError:
+                pass
         forward = self._by_size.setdefault(size, None)
         return net(images) if forward is None else forward(images)
 

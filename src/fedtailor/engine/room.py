@@ -18,14 +18,21 @@ class Room:
         if share() < 1:  # who takes more than their share is the one to be refused
             torch.cuda.set_per_process_memory_fraction(share(), device.index)  # it takes no device without a number
 
-    def free(self) -> int:
-        """Bytes that can still be had, from the driver within our share, or from what torch holds unused."""
+    def free(self, lanes: int = 0) -> int:
+        """Bytes that can still be had, from the driver within our share, or from what torch holds unused.
+
+        What lanes hold, so many bytes, is unused between their steps, but nobody else can have it.
+        """
         free, _ = torch.cuda.mem_get_info(self.device)
-        held = torch.cuda.memory_stats_as_nested_dict(self.device)
-        if not held:
-            return min(free, self.size)
-        reserved, used = (held[f"{kind}_bytes"]["all"]["current"] for kind in ("reserved", "allocated"))
-        return max(0, min(free, self.size - reserved)) + reserved - used
+        reserved, used = held(self.device)
+        return max(0, min(free, self.size - reserved)) + max(0, reserved - used - lanes)
+
+
+def held(device: torch.device) -> tuple[int, int]:
+    """Bytes that torch has of the driver, and how many of them are in use."""
+    found = torch.cuda.memory_stats_as_nested_dict(device)  # empty where nothing was ever asked for
+    reserved, used = (found[f"{kind}_bytes"]["all"]["current"] if found else 0 for kind in ("reserved", "allocated"))
+    return reserved, used
 
 
 def share() -> float:

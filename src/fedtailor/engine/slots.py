@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ class Slots:
         self, make: Callable[[Space, Arch], nn.Module], lanes: Sequence[Lane], most: int, precision: str
     ) -> None:
         self.make, self.lanes, self.most, self.precision = make, lanes, most, precision
+        self._every = WeakSet(lanes)  # those too that were replaced and have steps yet
         self.turn = NOBODY  # the number of the work that asks
         self.free: OrderedDict[Step, list[FitSlot]] = OrderedDict()  # no client holds their networks
         self.lent: dict[nn.Module, FitSlot] = {}  # by the network that a client holds
@@ -38,7 +40,18 @@ class Slots:
         self._held: dict[int, list[nn.Module]] = {}  # all that clients hold, by the work's number
 
     def __len__(self) -> int:
-        return sum(map(_count, (self.free, self.loops, self._networks)))
+        return len(self.lent) + sum(map(_count, (self.free, self.loops, self._networks)))
+
+    @property
+    def held(self) -> int:
+        """Bytes that nothing but captured steps can have."""
+        return sum(lane.held for lane in self._every)
+
+    def new_lanes(self, many: int) -> list[Lane]:
+        """Lanes on streams of ours, with memory of their own."""
+        lanes = [Lane(lane.stream) for lane in self.lanes[:many]]
+        self._every.update(lanes)
+        return lanes
 
     def network(self, space: Space, arch: Arch) -> nn.Module:
         """A network of the arch: one whose step was captured ahead, or a free one."""
@@ -86,7 +99,7 @@ class Slots:
 
     def keep(self, slot: FitSlot) -> None:
         """For the next job of its kind, unless a client still holds its network."""
-        if slot.net not in self.lent:
+        if slot.net not in self.lent and slot.net not in self._given:
             self.free.setdefault(slot.key, []).append(slot)
             self.free.move_to_end(slot.key)
 
@@ -126,20 +139,38 @@ class Slots:
             self.take_back(number)
         if _count(self.free) > self.most or _count(self.loops) > len(self.lanes):
             torch.cuda.synchronize(self.lanes[0].stream.device)  # a graph must not go while it runs
-        while _count(self.free) > self.most:
-            self.free.popitem(last=False)
+        self._drop(_count(self.free) - self.most)
         while _count(self.loops) > len(self.lanes):
             for slot in self.loops.popitem(last=False)[1]:
                 slot.release()
 
+    def _drop(self, many: int) -> None:
+        """Lets go of so many captured fits, of those unused for longest."""
+        for _ in range(many):
+            key, slots = next((key, slots) for key, slots in self.free.items() if slots)
+            slots.pop(0)
+            if not slots:
+                del self.free[key]
+
+    def keep_less(self) -> bool:
+        """Lets go of free networks and of half of the captured fits, and keeps no more of these; False: of nothing."""
+        fits, networks = _count(self.free), len(self._networks)
+        if fits:
+            self.most = min(self.most, len(self.lent) + fits // 2)
+        self._drop(fits - fits // 2)
+        self._networks.clear()
+        return fits + networks > 0
+
     def forget(self) -> None:
-        """Drops every captured step and network that no client holds."""
+        """Drops every captured step, and the networks that no client holds."""
         self.free.clear()
+        self._given |= {net: slot.key[:2] for net, slot in self.lent.items()}
+        self.lent.clear()
         for slot in (slot for kept in self.loops.values() for slot in kept):
             slot.release()
         self.loops.clear()
         self._networks.clear()
-        self.lanes = [Lane(lane.stream) for lane in self.lanes]  # the old ones' memory goes with their last step
+        self.lanes = self.new_lanes(len(self.lanes))  # the old ones' memory goes with their last step
 
 
 def _count(kept: Mapping[Any, Sequence[object]]) -> int:

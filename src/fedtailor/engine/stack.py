@@ -8,6 +8,7 @@ matrix products, matrix products batched ones. Clients never mix, so the gradien
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import chain
@@ -24,11 +25,14 @@ from ..kernels.norm import ACTS_OF_TORCH
 from ..spaces.layers import Counted, counter_start
 from ..spaces.measure import tensors_of
 from .jobs import Fit, Waiting
+from .local import Cannot
 from .replay import CHUNK, FitSlot, Lane, Replay, Step, on, start_state
+from .slots import Slots
 from .steps import objective, pull_, push_
 
 FEWEST = 4  # clients that are worth a stack
 BUFFER = 512 << 20  # bytes that batches prepared ahead may take
+MOST = 8  # stacks that are kept
 TRIAL = 4  # steps to tell which way is faster
 BEGIN = 4e-4  # seconds that Python takes to begin and end a job that runs by itself
 COLUMNS = 2 << 30  # bytes that the columns of one convolution may take
@@ -165,6 +169,7 @@ class StackSlot(Replay):
         chunk = max(1, min(CHUNK, steps, BUFFER // (4 * int(torch.Size(batch).numel()))))
         super().__init__(lane, [batch], precision, chunk)
         self.key, self.places = key, places
+        self.jobs: Sequence[Fit] = ()
         self.total = torch.zeros(places, device=self.total.device)
         self.blank()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -192,6 +197,7 @@ class StackSlot(Replay):
     def finish(self) -> None:
         with on(self.stream):
             self.stacked.unload(self.jobs)
+        self.jobs, self.draws = (), ()  # the stack may be kept for long: what clients have must not stay with it
 
 
 def stacking_pays(stack: StackSlot, trial: Sequence[FitSlot], clients: int, steps: int) -> bool:
@@ -215,6 +221,46 @@ def stacking_pays(stack: StackSlot, trial: Sequence[FitSlot], clients: int, step
         slot.blank()
     side_by_side = seconds(trial) / len(trial) + BEGIN
     return seconds([stack]) < side_by_side * clients
+
+
+class Stacks:
+    """Stacks by their step, and steps of which it is known that stacking them does not pay."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._kept: OrderedDict[Step, StackSlot | None] = OrderedDict()  # None: not worth it
+
+    def __len__(self) -> int:
+        return sum(stack is not None for stack in self._kept.values())
+
+    def of(self, jobs: Sequence[Fit]) -> StackSlot | None:
+        """The stack for these jobs; None where it would not be faster than side by side, or cannot be."""
+        key, clients, slots = Step.of(jobs[0]), len(jobs), self._slots
+        found = self._kept.get(key)
+        if key in self._kept and (found is None or found.places >= clients):
+            self._kept.move_to_end(key)
+            return found
+        self._kept[key] = None
+        try:
+            first, *others = slots.lanes[: 1 + min(clients, 2 * FEWEST)]
+            net = slots.make(key.space, key.arch)
+            stack = StackSlot(key, net, clients, jobs[0].steps, first, slots.precision)
+            trial = [slots.captured(key, lane) for lane in others]
+        except (Cannot, torch.OutOfMemoryError):
+            return None
+        if stacking_pays(stack, trial, clients, jobs[0].steps):
+            self._kept[key] = stack
+        else:
+            for slot in trial:
+                slots.keep(slot)
+        while len(self._kept) > MOST:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+    def forget(self) -> None:
+        """Lets go of all stacks. What is short of memory should not stack again."""
+        torch.cuda.synchronize()  # a graph must not go while it runs
+        self._kept = OrderedDict.fromkeys(self._kept)
 
 
 def equals(batch: Sequence[Waiting]) -> list[list[Waiting]]:

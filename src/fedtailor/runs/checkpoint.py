@@ -27,6 +27,9 @@ CPU = torch.device("cpu")  # where memories wait; a client fetches its own when 
 def save(folder: Path, state: State, events_bytes: int) -> None:
     """Writes a checkpoint of a state at the end of a round."""
     folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.json"):
+        if int(path.stem) > state.round:  # damaged, as this run went on from one before it
+            path.unlink()
     before = _newest_manifest(folder)
     memories: dict[str, dict[str, str]] = dict(before["memories"]) if before else {}
     name = f"server-{state.round:06d}.safetensors"
