@@ -117,3 +117,11 @@ def test_a_folder_that_is_held_by_another_stays(tmp_path: Path) -> None:
             pass
         assert (tmp_path / "run").is_dir()
     assert not (tmp_path / "run").exists()
+
+
+def test_python_takes_runs_where_it_takes_folders(tmp_path: Path) -> None:
+    run = api.Run(start(small_config("fedavg", rounds=1), tmp_path / "run", "cpu", 1))
+    assert len(api.compare([run, run.folder]).rows) == len(api.compare([run.folder, str(run.folder)]).rows)
+    assert len(api.compare(str(run.folder)).rows) == 1
+    with pytest.raises(UserError, match="give a list"):
+        api.run("demo", log="csv", out=tmp_path / "log")

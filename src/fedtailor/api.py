@@ -98,9 +98,10 @@ def load(folder: str | Path) -> Run:
     return Run(Path(folder))
 
 
-def compare(folders: Sequence[str | Path]) -> Comparison:
+def compare(folders: Sequence[str | Path | Run]) -> Comparison:
     """Puts several runs side by side."""
-    return compare_folders([Path(f) for f in folders])
+    several = [folders] if isinstance(folders, str | Path) else folders
+    return compare_folders([f.folder if isinstance(f, Run) else Path(f) for f in several])
 
 
 def free_folder(parent: Path, *names: str) -> Path:

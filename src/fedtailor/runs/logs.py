@@ -202,6 +202,8 @@ def require_logs(names: Sequence[str]) -> None:
     """Raises where a log has no such name, or wants a package that is not there."""
     from importlib.util import find_spec
 
+    if isinstance(names, str):
+        raise UserError(f"log = '{names}': give a list, for example ['{names}'].")
     for name in names:
         if name not in LOGS:
             raise UserError(f"--log {name}: there are {', '.join(LOGS)}.")
