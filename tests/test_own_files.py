@@ -10,7 +10,7 @@ from fedtailor import UserError
 from fedtailor.config import load
 from fedtailor.errors import Diverged
 from fedtailor.registry import lookup
-from fedtailor.runs.execute import start
+from fedtailor.runs.execute import open_space, read_networks, start
 from tools import small_config
 
 METHOD = """
@@ -130,3 +130,11 @@ def test_a_copy_of_ditto_does_not_become_ditto(tmp_path: Path) -> None:
     own = lookup("method", written(tmp_path, '"own"', '"ditto"'))
     assert own is not shipped
     assert lookup("method", "ditto") is shipped
+
+
+@pytest.mark.parametrize("net", ["Strip", "small"])
+def test_a_network_inside_a_network_is_found_by_its_file(tmp_path: Path, net: str) -> None:
+    """kNN-Per wraps the run's net: its kept networks name what builds them."""
+    name = f"{Path(__file__).parents[1] / 'examples' / 'own_net.py'}:{net}"
+    folder = start(small_config("knn-per", rounds=1, **{"net.name": name}), tmp_path / "run", "cpu", 1)
+    assert len(read_networks(folder, open_space(folder))) == 4

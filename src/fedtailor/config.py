@@ -141,6 +141,8 @@ class Config:
         found = lookup(kind, _name(table, kind))
         given = {"input": shape, "classes": classes}
         if isinstance(found, type) and issubclass(found, Space):
+            if not found.__module__.startswith("fedtailor."):
+                found.called = str(table["name"])  # a user's own is found again by its file
             return read(found, _rest(table), kind, given)
         if _rest(table):
             raise UserError(f"[{kind}] '{table['name']}' is your own callable and takes no options from the config.")
