@@ -14,7 +14,8 @@ from .runs.compare import Comparison
 from .runs.compare import compare as compare_folders
 from .runs.execute import Watcher, start
 from .runs.execute import resume as resume_folder
-from .runs.logs import with_logs
+from .runs.folder import new_folder
+from .runs.logs import require_logs, with_logs
 from .runs.results import Results
 
 
@@ -73,6 +74,7 @@ def run(
     named = {"method", "space", "net", "data", "partition", "fleet"}
     dotted = {f"{k}.name" if k in named and isinstance(v, str) else k.replace("__", "."): v for k, v in changes.items()}
     config = load_config(source, dotted)
+    require_logs(log)
     folder = Path(out) if out else free_folder(Path("runs"), config.data.name, config.method["name"])
     words = [f"{k}={v!r}" for k, v in changes.items()]
     command = f"fedtailor.run({', '.join([repr(str(source)) if not isinstance(source, dict) else '{...}', *words])})"
@@ -96,15 +98,12 @@ def load(folder: str | Path) -> Run:
     return Run(Path(folder))
 
 
-def compare(folders: Sequence[str | Path]) -> Comparison:
+def compare(folders: Sequence[str | Path | Run]) -> Comparison:
     """Puts several runs side by side."""
-    return compare_folders([Path(f) for f in folders])
+    several = [folders] if isinstance(folders, str | Path) else folders
+    return compare_folders([f.folder if isinstance(f, Run) else Path(f) for f in several])
 
 
 def free_folder(parent: Path, *names: str) -> Path:
-    """The first folder `names-N` that does not exist yet; a name that is a path gives its last part."""
-    stem = "-".join(re.sub(r"[^\w.-]+", "-", Path(name.partition(":")[2] or name).stem) for name in names)
-    number = 1
-    while (parent / f"{stem}-{number}").exists():
-        number += 1
-    return parent / f"{stem}-{number}"
+    """A new folder `names-N`; a name that is a path gives its last part."""
+    return new_folder(parent, "-".join(re.sub(r"[^\w.-]+", "-", Path(n.partition(":")[2] or n).stem) for n in names))

@@ -129,9 +129,7 @@ class Config:
     # parts ------------------------------------------------------------------------------------------------------
 
     def make_method(self) -> Method:
-        from .registry import lookup
-
-        return read(lookup("method", _name(self.method, "method")), _rest(self.method), "method")
+        return read(_method_class(self.method), _rest(self.method), "method")
 
     def make_space(self, shape: tuple[int, int, int], classes: int) -> Space:
         """The search space, or the fixed network as the space with one point."""
@@ -143,6 +141,8 @@ class Config:
         found = lookup(kind, _name(table, kind))
         given = {"input": shape, "classes": classes}
         if isinstance(found, type) and issubclass(found, Space):
+            if not found.__module__.startswith("fedtailor."):
+                found.called = str(table["name"])  # a user's own is found again by its file
             return read(found, _rest(table), kind, given)
         if _rest(table):
             raise UserError(f"[{kind}] '{table['name']}' is your own callable and takes no options from the config.")
@@ -334,7 +334,7 @@ def _one_of(table: Mapping[str, Any], kind: str) -> dict[str, Any]:
         return dict(table)
     from .registry import lookup
 
-    method = lookup("method", _name(table.get("method", {"name": "fedavg"}), "method"))
+    method = _method_class(table.get("method", {"name": "fedavg"}))
     usable = (entry for entry in entries if method.runs_on(lookup(kind, _name(entry, kind))))
     return {**table, kind: next(usable, entries[0])}
 
@@ -348,6 +348,23 @@ def _name(table: Mapping[str, Any], kind: str) -> str:
             f"[{kind}] needs a name, for example {kind}.name = ...{hint} 'fedtailor list {kind}s' shows them."
         )
     return name
+
+
+def _method_class(table: Mapping[str, Any]) -> type[Method]:
+    """The class of a [method]; raises where a user's own is no method yet, and says what it lacks."""
+    from .method import Method
+    from .registry import lookup
+
+    name = _name(table, "method")
+    found = lookup("method", name)
+    where = f"method.name = '{name}': {getattr(found, '__name__', found)}"
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise UserError(f"{where} is no method. Derive it from fedtailor.method.Method.")
+    if found.__abstractmethods__:
+        raise UserError(f"{where} has no {', '.join(sorted(found.__abstractmethods__))}, which every method needs.")
+    if not dataclasses.is_dataclass(found):
+        raise UserError(f"{where} is no dataclass. Write @dataclass(frozen=True) above the class.")
+    return found
 
 
 def _rest(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from .data.partition import TEST, VAL
 from .engine.client import Client
 from .engine.jobs import Score
 from .engine.loop import Event, Federation, Memory, Rounds, State
-from .errors import UserError
-from .method import Fact, Method, Seat, Server, Task
+from .errors import Diverged, UserError
+from .method import Fact, Method, Seat, Server, Task, returned
 from .nets.base import table_for
 from .spaces.base import Arch, Space, Weights
 from .spaces.measure import Cost
@@ -56,6 +56,8 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
     shared = method.shared(state.server)
     if shared is not None:
         shared = federation.sent(shared)
+        if test is not None:
+            _require_numbers(shared.weights, "the global model")
         clients = [federation.client(seat, state.memories.get(seat.id, {}), state.round) for seat in trained]
         work = [
             (
@@ -91,7 +93,8 @@ def onboard(federation: Rounds, state: State, seats: Sequence[Seat]) -> tuple[Se
 def offers_of(federation: Federation, server: Server, seats: Sequence[Seat]) -> Iterator[tuple[Seat, Task]]:
     """What the server has for these clients to make their networks of, made when it is asked for: of many, few are
     there at once."""
-    return ((seat, federation.sent(federation.method.offer(server, seat))) for seat in seats)
+    method = federation.method
+    return ((seat, federation.sent(returned(method.offer(server, seat), Task, method, "offer"))) for seat in seats)
 
 
 def keep_networks(
@@ -136,7 +139,7 @@ async def finish(
 
     Its weights are kept when the run is over.
     """
-    net = await method.personal(offer, client)
+    net = returned(await method.personal(offer, client), nn.Module, method, "personal")
     if epochs:
         await client.fit(net, epochs=epochs)
     if tune and client.size("val"):
@@ -145,7 +148,16 @@ async def finish(
     fold_prior(net, client)
     found = await scores(client, net, splits)
     weights = {n: t.cpu() for n, t in client.copy(net).items()} if last else {}
+    _require_numbers(weights, "the network that it keeps")
     return found, Kept(client.id, net.space, net.arch, weights, client.cost(net))  # type: ignore[arg-type]
+
+
+def _require_numbers(weights: Weights, whose: str) -> None:
+    """Raises where training left the numbers in its last step, which no later loss has told: a network that answers
+    nothing would be given the accuracy of its first class."""
+    wrong = next((n for n, t in weights.items() if t.is_floating_point() and bool(t.isnan().any())), None)
+    if wrong is not None:
+        raise Diverged(f"{whose} holds what is not a number, in '{wrong}': try a smaller local.lr, or local.clip = 5.")
 
 
 async def _tune(net: nn.Module, client: Client, epochs: int) -> None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
 
 from .card import Card
+from .errors import UserError
 from .parts import body as body
 from .parts import head as head
 from .seeds import Key, rng_of, seed_of
@@ -212,6 +213,18 @@ class Method(ABC):
     def onboarding(self) -> tuple[Method, int]:
         """How clients that never trained join: a method to run with them, and for how many rounds. Default: none."""
         return self, 0
+
+
+V = TypeVar("V")
+
+
+def returned(value: Any, kind: type[V], method: Method, function: str) -> V:
+    """What a method's function returned, if it is what the contract says."""
+    if not isinstance(value, kind):
+        raise UserError(
+            f"{type(method).__name__}.{function} returned {type(value).__name__}; it has to return a {kind.__name__}."
+        )
+    return value
 
 
 def pack(name: str, weights: Weights) -> dict[str, Tensor]:

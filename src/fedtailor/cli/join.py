@@ -70,10 +70,14 @@ def personalize_command(
     Example: `fedtailor personalize runs/photos --client paris --data folder:paris-now`
     """
     from ..api import free_folder
+    from ..runs.facts import read_facts
+    from ..runs.folder import held
     from ..runs.join import refit
 
+    read_facts(run)  # there is a run to put it into
     folder = out or free_folder(run / "personalize", client)
-    folder, compared = refit(run, client, data, folder, data_dir, epochs, device, say=_say)
+    with held(folder):
+        folder, compared = refit(run, client, data, folder, data_dir, epochs, device, say=_say)
     _show(folder, export)
     for split, (old, new) in compared.items():
         _say(f"{split}: {100 * old:.2f} % before, {100 * new:.2f} % now")

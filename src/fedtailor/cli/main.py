@@ -99,9 +99,11 @@ def run(
     """
     from ..api import free_folder
     from ..config import load
+    from ..runs.logs import require_logs
 
     pairs = list(changes or []) + ([f"data.dir={json.dumps(str(data_dir))}"] if data_dir else [])
     loaded = load(config, pairs)
+    require_logs(log or [])
     folder = out or free_folder(Path("runs"), loaded.data.name, loaded.method["name"])
     _run(folder, device, engine, workers, quiet, loaded, log)
 
@@ -144,7 +146,13 @@ def _run(
         else:
             start(config, folder, device, workers, watch, engine=engine)
     except KeyboardInterrupt:
-        console.print(f"\nStopped. Continue with: fedtailor resume {folder}", soft_wrap=True)
+        begun = (folder / "run.json").exists()
+        again = (
+            f"Continue with: fedtailor resume {folder}"
+            if begun
+            else "The run had not begun: there is nothing to resume."
+        )
+        console.print(f"\nStopped. {again}", soft_wrap=True)
         raise typer.Exit(130) from None
     if not quiet:
         console.print(Results.read(folder).table())
@@ -183,20 +191,22 @@ def demo(
     from ..errors import UserError
     from ..runs.compare import compare
     from ..runs.execute import start
+    from ..runs.folder import held
     from ..runs.logs import with_logs
     from .progress import watcher
 
-    parent = out or free_folder(Path("runs"), "demo")
-    if parent.exists() and any(parent.iterdir()):
-        raise UserError(f"{parent} is not empty. Choose another --out.")
     chosen = methods or ["local", "fedavg", "fedavg-ft", "perfedrlnas"]
     configs = [load("demo", {"method.name": name}) for name in chosen]
+    if out and out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty. Choose another --out.")
+    parent = out or free_folder(Path("runs"), "demo")
     folders = [parent / name for name in chosen]
     try:
-        for config, folder in zip(configs, folders, strict=True):
-            watch = with_logs(watcher(console, False), log or [], folder)
-            start(config, folder, "cpu", workers, watch, "fedtailor demo")
-            _write_report(folder)
+        with held(parent):
+            for config, folder in zip(configs, folders, strict=True):
+                watch = with_logs(watcher(console, False), log or [], folder)
+                start(config, folder, "cpu", workers, watch, "fedtailor demo")
+                _write_report(folder)
     except KeyboardInterrupt:
         console.print(f"\nStopped. What is finished lies in {parent}.", soft_wrap=True)
         raise typer.Exit(130) from None

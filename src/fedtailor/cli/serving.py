@@ -101,6 +101,7 @@ def serve_command(
     from ..engine.flower.apps import GridPost
     from ..engine.flower.link import SuperLink
     from ..runs.facts import read_facts
+    from ..runs.folder import held
     from ..runs.logs import with_logs
     from ..runs.results import Results
     from ..runs.serve import serve
@@ -117,7 +118,7 @@ def serve_command(
     watch = with_logs(crowd_watcher(console, quiet), log or [], folder)
     keys = server_folder(tls) if tls else None
     link = SuperLink(host, port, keys, folder.parent / f".superlink-{port}", watch.say)
-    with _ended_by_signals():
+    with _ended_by_signals(), contextlib.nullcontext() if onboard else held(folder):
         try:
             link.start()
             names = link.register(node_keys(keys)) if keys else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..data.federation import Store
 from ..data.partition import TRAIN, VAL
+from ..errors import UserError
 from ..fleet.clock import Clock, available, round_seconds
 from ..fleet.fleet import Fleet, FleetConfig
-from ..method import Job, Method, Reply, Seat, Server, Task
+from ..method import Job, Method, Reply, Seat, Server, Task, returned
 from ..parts import choose, learnt
 from ..seeds import rng_of
 from ..spaces.base import Arch
@@ -79,7 +80,7 @@ class Rounds(ABC):
         self._began: Callable[[int, Sequence[int]], None] | None = None
 
     def begin(self) -> State:
-        return State(self.method.start(self.job))
+        return State(returned(self.method.start(self.job), Server, self.method, "start"))
 
     def follow(self, told: Callable[[int, Sequence[int]], None]) -> None:
         """Has every round that begins told, with its clients."""
@@ -102,7 +103,7 @@ class Rounds(ABC):
         """What clients make of their tasks, in their order; None for one that gave no answer."""
 
     def merge(self, method: Method, server: Server, replies: Sequence[Reply]) -> Server:
-        return method.merge(server, replies)
+        return returned(method.merge(server, replies), Server, method, "merge")
 
     def stow(self, memories: dict[int, Memory]) -> dict[int, Memory]:
         """Memories after a round, where they lie until their clients are back."""
@@ -148,7 +149,7 @@ class Rounds(ABC):
     ) -> tuple[Server, dict[int, Memory]]:
         """One exchange with some clients: ask, work, merge."""
         seats = [self.job.seats[i] for i in present]
-        tasks = [self.sent(method.ask(server, seat)) for seat in seats]
+        tasks = [self.sent(returned(method.ask(server, seat), Task, method, "ask")) for seat in seats]
         answers = self.work(method, seats, tasks, memories, number, events)
         came = [(s, t, a) for s, t, a in zip(seats, tasks, answers, strict=True) if a is not None]
         times: dict[int, float] = {}
@@ -223,7 +224,7 @@ class Federation(Rounds):
         ahead, self._ahead = self._ahead, None
         replies = self.engine.run(
             [
-                (f"round {number}, client {c.name}, arch {task.arch}", method.work(task, c))
+                (f"round {number}, client {c.name}, arch {task.arch}", _worked(method, task, c))
                 for task, c in zip(tasks, clients, strict=True)
             ],
             ahead,
@@ -237,3 +238,16 @@ class Federation(Rounds):
 
     def stow(self, memories: dict[int, Memory]) -> dict[int, Memory]:
         return self.engine.stow(memories)
+
+
+async def _worked(method: Method, task: Task, client: Client) -> Reply:
+    """A client's work, with the two slips told that Python explains badly: a forgotten `async`, a forgotten `await`."""
+    work = method.work(task, client)
+    if not isinstance(work, Awaitable):
+        raise UserError(f"{type(method).__name__}.work is no coroutine: write 'async def work', and await its jobs.")
+    reply = returned(await work, Reply, method, "work")
+    for name, fact in reply.facts.items():
+        if isinstance(fact, Coroutine):
+            fact.close()
+            raise UserError(f"{type(method).__name__}.work: '{name}' was never computed: write 'await' before its job.")
+    return reply

@@ -51,7 +51,7 @@ class OwnNet(FixedNet):
 def table_for(space: Space) -> dict[str, Any]:
     """The [net] or [space] table that makes a fixed network or a space again."""
     options = {} if isinstance(space, OwnNet) else table_of(space, hidden=("input", "classes"))
-    return {"name": space.name, **options}
+    return {"name": space.called or space.name, **options}
 
 
 def net_of(table: Mapping[str, Any], input: tuple[int, int, int], classes: int) -> Space:

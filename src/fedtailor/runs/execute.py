@@ -36,6 +36,7 @@ from ..values import read_value, write_bytes, write_value
 from . import checkpoint
 from .events import EventLog
 from .facts import describe_device, facts_of, read_facts, write_facts
+from .folder import held, require_free
 from .given import give
 from .live import Live
 
@@ -200,13 +201,20 @@ def make_engine(
     device: torch.device, workers: int, name: str = "auto", precision: str = "fp32", say: Say = print
 ) -> LocalEngine:
     """The engine for a device; `eager` is the plain one, client after client."""
-    if name not in ("auto", "eager"):
-        raise UserError(f"--engine {name}: use auto or eager.")
+    require_how(name, workers)
     if device.type == "cuda" and name == "auto":
         from ..engine.cuda import CudaEngine
 
         return CudaEngine(device, precision, say=say)
     return LocalEngine(device, workers, precision)
+
+
+def require_how(engine: str, workers: int) -> None:
+    """Raises where no engine of this kind can be made; called before anything is written."""
+    if engine not in ("auto", "eager"):
+        raise UserError(f"--engine {engine}: use auto or eager.")
+    if workers < 0:
+        raise UserError(f"--workers {workers}: give the number of clients to train at once, or 0 for one per core.")
 
 
 def choose_device(name: str) -> torch.device:
@@ -227,26 +235,21 @@ def start(
     engine: str = "auto",
 ) -> Path:
     """Runs a config in a new folder; returns the folder."""
-    chosen = choose_device(device)
     require_free(out)
-    setup = prepare(config, say=watch.say if watch else None)
-    write_bytes(out / "config.toml", config.to_toml().encode())
-    setup.partition.save(out / "partition.npz")
-    if own(config.data.name):
-        buffer = io.BytesIO()
-        np.save(buffer, fingerprints(setup.dataset.images))
-        write_bytes(out / "fingerprints.npy", buffer.getvalue())
-    write_facts(out, facts_of(setup, chosen, command))
-    return _drive(setup, out, chosen, workers, watch or Watcher(), engine)
-
-
-def require_free(out: Path) -> None:
-    """Raises where a new run would meet something that is there already."""
-    if out.is_file():
-        raise UserError(f"{out} is a file. Choose a folder for --out.")
-    if out.exists() and any(out.iterdir()):
-        what = "holds another run" if (out / "run.json").exists() else "is not empty"
-        raise UserError(f"{out} {what}. Continue it with 'fedtailor resume {out}', or choose another --out.")
+    with held(out):
+        require_free(out)  # nobody was quicker
+        chosen = choose_device(device)
+        require_how(engine, workers)
+        setup = prepare(config, say=watch.say if watch else None)
+        facts = facts_of(setup, chosen, command)
+        write_bytes(out / "config.toml", config.to_toml().encode())
+        setup.partition.save(out / "partition.npz")
+        if own(config.data.name):
+            buffer = io.BytesIO()
+            np.save(buffer, fingerprints(setup.dataset.images))
+            write_bytes(out / "fingerprints.npy", buffer.getvalue())
+        write_facts(out, facts)
+        return _drive(setup, out, chosen, workers, watch or Watcher(), engine)
 
 
 def resume(
@@ -261,8 +264,11 @@ def resume(
         raise UserError(f"{out} is the run of a server. Continue it with 'fedtailor serve ... --out {out}'.")
     if not (out / "config.toml").is_file() or not (out / "partition.npz").is_file():
         raise UserError(f"{out} was stopped before its setup was saved. Delete the folder and start the run again.")
-    setup = prepare(load_config(out / "config.toml"), out / "partition.npz")
-    return _drive(setup, out, choose_device(device), workers, watch or Watcher(), engine)
+    chosen = choose_device(device)
+    require_how(engine, workers)
+    with held(out):
+        setup = prepare(load_config(out / "config.toml"), out / "partition.npz")
+        return _drive(setup, out, chosen, workers, watch or Watcher(), engine)
 
 
 def _drive(setup: Setup, out: Path, device: torch.device, workers: int, watch: Watcher, engine: str) -> Path:

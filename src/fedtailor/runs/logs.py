@@ -192,18 +192,20 @@ class Several(Watcher):
 
 def with_logs(watch: Watcher, names: Sequence[str], folder: Path) -> Watcher:
     """The watcher, and a log for each name; logs begin first, so that a missing package ends nothing half begun."""
-    unknown = [name for name in names if name not in LOGS]
-    if unknown:
-        raise UserError(f"--log {unknown[0]}: there are {', '.join(LOGS)}.")
+    require_logs(names)
     if not names:
         return watch
-    for name in names:
-        _require(name)
     return Several([*(LOGS[name](folder) for name in dict.fromkeys(names)), watch])
 
 
-def _require(name: str) -> None:
+def require_logs(names: Sequence[str]) -> None:
+    """Raises where a log has no such name, or wants a package that is not there."""
     from importlib.util import find_spec
 
-    if name in ("tensorboard", "mlflow") and find_spec(name) is None:
-        raise _missing(name)
+    if isinstance(names, str):
+        raise UserError(f"log = '{names}': give a list, for example ['{names}'].")
+    for name in names:
+        if name not in LOGS:
+            raise UserError(f"--log {name}: there are {', '.join(LOGS)}.")
+        if name in ("tensorboard", "mlflow") and find_spec(name) is None:
+            raise _missing(name)

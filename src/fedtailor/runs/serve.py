@@ -26,8 +26,9 @@ from ..errors import UserError
 from ..fleet.fleet import Fleet
 from ..method import Job
 from ..values import write_bytes
-from .execute import Watcher, cadence, drive, make_job, require_free
+from .execute import Watcher, cadence, drive, make_job
 from .facts import common_facts, read_facts, write_facts
+from .folder import require_free
 
 
 def serve(

@@ -65,6 +65,7 @@ class Space(ABC):
 
     name: ClassVar[str]
     fixed: ClassVar[bool] = False  # True for a network without choices
+    called: ClassVar[str] = ""  # what a configuration calls it, where that is not its name
 
     input: tuple[int, int, int]
     classes: int
