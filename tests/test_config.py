@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,16 @@ def test_method_and_network_must_fit_together() -> None:
 def test_another_method_drops_the_first_one_s_options() -> None:
     config = load({"method": {"name": "ditto", "lamda": 2.0}}, ["method.name=fedprox"])
     assert config.method == {"name": "fedprox"}
+
+
+def test_a_table_without_a_name_changes_what_it_says_and_leaves_the_rest() -> None:
+    demo = load("demo")
+    for changes in ({"local": {"lr": 0.5}}, ["local={lr = 0.5}"], {"local.lr": 0.5}):
+        assert load("demo", changes).local == replace(demo.local, lr=0.5)
+    assert load("demo", {"method": {"name": "ditto", "lamda": 2.0}}).method == {"name": "ditto", "lamda": 2.0}
+    assert load("demo", {"method.name": "ditto", "method": {"lamda": 2.0}}).method == {"name": "ditto", "lamda": 2.0}
+    with pytest.raises(UserError, match=r"local\.rate"):
+        load("demo", {"local": {"rate": 0.5}})
 
 
 def test_resolved_config_reads_back_the_same() -> None:

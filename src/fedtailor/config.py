@@ -313,6 +313,10 @@ def _changed(table: Mapping[str, Any], path: Sequence[str], value: Any, key: str
         old = table.get(head)
         if isinstance(old, dict) and not isinstance(value, dict):
             raise UserError(f"'{key}' is a table; set one of its keys, for example {key}.name={value}.")
+        if isinstance(old, dict) and value and "name" not in value:  # what it leaves out stays; what has a name is new
+            for inner, one in value.items():
+                old = _changed(old, [inner], one, f"{key}.{inner}")
+            return {**table, head: old}
         return {**table, head: value}
     inner = table.get(head, {})
     if isinstance(inner, list):  # several spaces to choose from: naming one takes it, or another
