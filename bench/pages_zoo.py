@@ -127,8 +127,9 @@ def state(x: Line) -> str:
         errors = [r["error"] for r in x.tuning]
     if errors:
         ended = [f"{100 * np.mean(r['test']):.1f}" for r in x.finals if "test" in r]
+        said = errors[0].split(". ")[0].removesuffix(".")
         others = f" (the others: {', '.join(ended)})" if ended else ""
-        return f"failed with {len(x.finals) - len(ended)} of {len(SEEDS)} seeds{others}: {errors[0].split('.')[0]}"
+        return f"failed with {len(x.finals) - len(ended)} of {len(SEEDS)} seeds{others}: {said}"
     done = len(x.tuning) + len(x.finals)
     return f"not run yet ({done} of {len(RATES) + len(SEEDS)} runs are there)" if done else "not run yet"
 

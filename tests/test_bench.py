@@ -278,6 +278,8 @@ def test_the_zoo_page_has_means_over_seeds_and_reasons(tmp_path: Path, monkeypat
             runs.append({"key": f"{row}{seed}", "row": row, "stage": "final", "seed": seed, "changes": chosen} | facts)
             runs[-1]["test"] = test
     runs.append({"key": "x", "row": "ditto", "stage": "tune", "seed": 100, "changes": {}, "error": "diverged"})
+    error = "UserError: the training loss is not a number: try a smaller local.lr. It is 0.5."
+    runs.append({"key": "y", "row": "scaffold", "stage": "final", "seed": 0, "changes": {}, "error": error})
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in runs))
     (tmp_path / "reasons.toml").write_text('fedavg = "it is one network for all."')
     text = pages.page()
@@ -287,4 +289,5 @@ def test_the_zoo_page_has_means_over_seeds_and_reasons(tmp_path: Path, monkeypat
     assert text.index("| **fedavg-ft** |") < text.index("| **fedavg** |")
     assert "- **fedavg** (−10.0): it is one network for all." in text
     assert "| ditto | | not run yet (1 of 11 runs are there) |" in text
+    assert "of 3 seeds: UserError: the training loss is not a number: try a smaller local.lr |" in text
     assert "hash `abc`" in text
