@@ -142,6 +142,15 @@ def test_costs_of_the_table_are_counted() -> None:
     assert float(found["random-arch"]["bytes"].rstrip("x")) < 1  # sub-networks of the network that FedAvg sends
 
 
+def test_explanations_say_what_runs_and_what_fedavg_trains_beside() -> None:
+    fedmn, fedavg = explain("fedmn"), explain("fedavg")
+    assert "nets modular; no archs per client" in fedmn
+    assert "any fixed network, or archs given" in fedavg
+    assert "compared with FedAvg on the same network:" in fedavg
+    assert "compared with FedAvg on the largest network of the space tiny:" in explain("random-arch")
+    assert "compared with FedAvg on random networks of the space darts:" in explain("direct-fednas")
+
+
 def test_a_method_without_a_card_cannot_be_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FedAvg, "card", Card())
     with pytest.raises(UserError, match="declares no card"):

@@ -55,7 +55,8 @@ def personalize_command(
     client: Annotated[str, typer.Option(help="The client's name in the run.")],
     data: Source = "",
     epochs: Annotated[
-        float, typer.Option(help="Training on the new data in the end; default: the run's local.epochs.")
+        float,
+        typer.Option(help="Training on the new data in the end; default: the run's local.epochs.", show_default=False),
     ] = -1.0,
     out: Annotated[Path | None, typer.Option(help="Folder for the network; default: RUN/personalize/NAME-N.")] = None,
     data_dir: DataDir = None,

@@ -92,7 +92,6 @@ def run(
     - `fedtailor run demo`
     - `fedtailor run demo --set method.name=perfedrlnas --set rounds=60 --out runs/search`
     - `fedtailor run my.toml --set local.lr=0.02 --set seed=1 --device cuda`
-
     - `fedtailor run demo --log tensorboard` and, beside it, `tensorboard --logdir runs`
 
     Watch it with `fedtailor ui`. Ctrl-C stops at the last finished round; `fedtailor resume` goes on from there.
@@ -120,6 +119,8 @@ def resume(
     """Continue a run that was stopped or killed.
 
     On a CPU the numbers are the same, bit for bit, as if it had never stopped.
+
+    Example: `fedtailor resume runs/digits-ditto-1`
     """
     _run(folder, device, engine, workers, quiet, log=log)
 
@@ -176,7 +177,8 @@ def _write_report(folder: Path) -> Path | None:
 @app.command()
 def demo(
     methods: Annotated[
-        list[str] | None, typer.Option("--method", help="Methods to compare. Repeatable; default: four.")
+        list[str] | None,
+        typer.Option("--method", help="One to compare. Repeatable. Default: local, fedavg, fedavg-ft, perfedrlnas."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs; default: a new one under runs/.")] = None,
     workers: Workers = 0,

@@ -22,7 +22,13 @@ def milestones_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
     accuracy: Annotated[
         list[float] | None,
-        typer.Option("--accuracy", "-a", min=0, max=1, help="An accuracy to reach, 0 to 1. Repeatable; default: four."),
+        typer.Option(
+            "--accuracy",
+            "-a",
+            min=0,
+            max=1,
+            help="To reach, 0 to 1. Repeatable. Default: 0.5, 0.7, 0.8, 0.9.",
+        ),
     ] = None,
     kind: Annotated[Kind, typer.Option(help="The clients' own networks, or the server's model.")] = Kind.personal,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Also write the table as CSV.")] = None,

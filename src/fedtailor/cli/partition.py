@@ -52,7 +52,7 @@ def make(
 ) -> None:
     """Deal a data set to clients, show the result, and save it for the runs that are to share it.
 
-    Example:: 100 clients with 600 CIFAR-10 images each, few classes per client
+    Example: 100 clients with 600 CIFAR-10 images each, few classes per client
 
       fedtailor partition make --data cifar10 --data-dir ~/data --clients 100 --samples 600
       --alpha 0.3 --out cifar10-100.npz --svg cifar10-100.svg

@@ -31,6 +31,8 @@ def report_command(
 
     The page opens offline and prints. Its numbers are those of the last round, over all clients: personal, global and
     new accuracy with mean, std over clients and worst decile. Needs: pip install 'fedtailor[report]'
+
+    Example: `fedtailor report runs/digits-ditto-1 --out ditto.html`
     """
     from fedtailor.report.html import write_report
     from fedtailor.runs.results import Results
@@ -63,6 +65,8 @@ def compare_command(
     Nothing is refused, but everything that makes the comparison unfair is flagged: another partition, other data,
     rounds, seeds, clients or participants, and runs that did not finish. ± is the std over seeds; the std over clients
     has its own column.
+
+    Example: `fedtailor compare runs/digits-* --html comparison.html --csv comparison.csv`
     """
     from fedtailor.runs.compare import compare
 

@@ -65,8 +65,13 @@ def serve_command(
     config: Annotated[str, typer.Argument(help="A preset or a TOML file; with --onboard, a served run's folder.")],
     tls: Tls = None,
     insecure: Insecure = False,
-    changes: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the run; one that holds a run is continued.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key. Repeatable.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the run, new or to be continued; default: a new one under runs/."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = all.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     start_with: Annotated[int, typer.Option(help="Begin when this many clients are there; 0 = all.")] = 0,
@@ -76,7 +81,7 @@ def serve_command(
     profile: Annotated[str, typer.Option(help="With --onboard: the newcomers' device; default: the fleet's.")] = "",
     log: Annotated[
         list[str] | None,
-        typer.Option("--log", metavar="csv|tensorboard|mlflow", help="Also log each round's numbers there."),
+        typer.Option("--log", metavar="csv|tensorboard|mlflow", help="Also log rounds' numbers there. Repeatable."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")] = False,
 ) -> None:
@@ -152,7 +157,9 @@ def join_command(
     data: Annotated[
         str, typer.Option(help="This client's own data: folder:DIR, npz:FILE, ... Default: its share of the run's set.")
     ] = "",
-    data_dir: Annotated[str, typer.Option("--data-dir", help="Folder in which data sets lie.")] = "",
+    data_dir: Annotated[
+        str, typer.Option("--data-dir", help="Folder in which data sets lie; else $FEDTAILOR_DATA.")
+    ] = "",
     tls: Tls = None,
     insecure: Insecure = False,
     state: Annotated[Path | None, typer.Option(help="Folder for memory and network; default: clients/NAME.")] = None,

@@ -34,7 +34,7 @@ class PerFedRLNAS(Method):
         "owners' entries are averaged by samples; the paper counts owners, which is the same for equal clients",
         "under a hard budget only archs that fit are drawn; eq. 6 is used as it is",
         "a client keeps its most likely arch that fits, be the budget hard or soft",
-        "it is trained for local.epochs before; the paper deploys without further training, here deploy = 'as-is'",
+        "that arch trains for local.epochs before it is kept; the paper's does not, which is deploy = 'as-is'",
         "policies move by Adam with steps of 0.1, the authors' by 0.5; eq. 5 as printed is policy_optimizer = 'ascent'",
         "clients that join are compared with each other, not with clients that trained",
     )

@@ -48,10 +48,23 @@ class Costs:
 
 def costs(config: Config, found: Rehearsal) -> Costs:
     """A rehearsal against FedAvg on the same network, or on archs of the same space where the method chooses them."""
-    archs = config.archs or ("" if config.net else "widest" if found.space.ordered() else "random")
+    archs = config.archs or ("" if config.net else _given(found))
     base = _fedavg(dataclasses.replace(config, method={"name": "fedavg"}, archs=archs).to_toml())
     sent = (found.bytes_down + found.bytes_up) / (base.bytes_down + base.bytes_up)
     return Costs(found.flops / base.flops, sent, found.held / base.held)
+
+
+def _given(found: Rehearsal) -> str:
+    """The archs that FedAvg gets where the method chooses its own."""
+    return "widest" if found.space.ordered() else "random"
+
+
+def _beside(config: Config, found: Rehearsal) -> str:
+    """What FedAvg trains in the comparison."""
+    if config.net:
+        return "on the same network"
+    archs = {"widest": "the largest network", "random": "random networks"}[_given(found)]
+    return f"on {archs} of the space {found.space.name}"
 
 
 @functools.lru_cache(maxsize=16)
@@ -155,7 +168,7 @@ def explain(name: str) -> str:
     )
     lines += ["", *diagram(method, found)]
     if measured:
-        lines += ["", "compared with FedAvg, on the demo's network:"]
+        lines += ["", f"compared with FedAvg {_beside(config, found)}:"]
         lines += columns({k.replace("_", " "): times(v) for k, v in dataclasses.asdict(measured).items()})
     options = {f.name: f"{_default(f)}" for f in dataclasses.fields(method) if f.init}  # type: ignore[arg-type]
     lines += ["", "options:", *(columns(options) if options else ["  none"])]
@@ -188,11 +201,11 @@ def runs_on(method: type[Method]) -> str:
     spaces = [s for s in names("space") if method.runs_on(lookup("space", s))]
     if method.needs == "space":
         return f"spaces {', '.join(spaces)}"
-    return (
-        f"any fixed network; no archs per client: {method.one_network}"
-        if method.one_network
-        else ("any fixed network, or archs given to the clients")
-    )
+    nets = [n for n in names("net") if method.runs_on(lookup("net", n))]
+    words = "any fixed network" if len(nets) == len(names("net")) else f"nets {', '.join(nets)}"
+    if method.one_network:
+        return f"{words}; no archs per client: {method.one_network}"
+    return f"{words}, or archs given to the clients"
 
 
 def columns(pairs: Names, width: int = WIDTH, indent: str = "  ") -> list[str]:
