@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,9 @@ import pytest
 from typer.main import get_command
 
 from fedtailor.cli.main import app
+from fedtailor.report.html import write_report
+from fedtailor.runs.execute import start
+from tools import small_config
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
@@ -64,6 +69,18 @@ def test_commands_in_the_pages_exist_with_the_options_they_are_given() -> None:
             given = set(re.findall(r"(?<=\s)--[a-z][a-z0-9-]*", line)) - {"--help"}
             assert given <= options(name) | ONLY_BY_ITSELF.get(name, set()), f"{page.name}: fedtailor {line}"
     assert seen > 150
+
+
+def test_every_file_and_fact_of_a_run_is_in_the_reference(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "reference" / "run-folder.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page, flags=re.S)))
+    folder = start(small_config("perfedrlnas", rounds=2), tmp_path / "run", "cpu", workers=1)
+    write_report(folder)
+    files = {f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir()}
+    facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    with (folder / "events.csv").open(encoding="utf-8") as file:
+        metrics = {row["metric"] for row in csv.DictReader(file)}
+    assert files | set(facts) | metrics <= named
 
 
 def test_every_environment_variable_of_ours_is_in_the_reference() -> None:

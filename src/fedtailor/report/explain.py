@@ -151,9 +151,9 @@ def explain(name: str) -> str:
     try:
         config = typical(name)
         found = rehearse(config)
-        measured = costs(config, found)
+        measured, beside = costs(config, found), _beside(config, found)
     except UserError:  # a method of the user's own need not run on the demo
-        found = measured = None
+        found = measured = beside = None
     about = (inspect.getdoc(inspect.getmodule(method)) or "").split("\n", 1)[0]
     lines = [about, f"paper: {method.paper}", ""]
     lines += columns(
@@ -168,7 +168,7 @@ def explain(name: str) -> str:
     )
     lines += ["", *diagram(method, found)]
     if measured:
-        lines += ["", f"compared with FedAvg {_beside(config, found)}:"]
+        lines += ["", f"compared with FedAvg {beside}:"]
         lines += columns({k.replace("_", " "): times(v) for k, v in dataclasses.asdict(measured).items()})
     options = {f.name: f"{_default(f)}" for f in dataclasses.fields(method) if f.init}  # type: ignore[arg-type]
     lines += ["", "options:", *(columns(options) if options else ["  none"])]
