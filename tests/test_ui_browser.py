@@ -247,6 +247,8 @@ def test_a_run_that_is_spoilt_while_watched(tab: Any, address: str, shelf: Path)
     with (doomed / "events.csv").open("a") as file:
         file.write("what is this\n9,0,train,lo")
     tab.wait_for_selector("text=1 line left out", timeout=10_000)
+    first = "getComputedStyle(document.querySelector('.warning'), '::first-letter').textTransform"
+    assert tab.evaluate(first) == "none", "events.csv is called as it is"
     assert tab.is_visible("text=Training loss")
     shutil.rmtree(doomed)
     tab.wait_for_selector("text=deleted", timeout=10_000)
@@ -254,6 +256,16 @@ def test_a_run_that_is_spoilt_while_watched(tab: Any, address: str, shelf: Path)
     shoot(tab, "deleted")
     tab.click("text=Runs")
     tab.wait_for_selector("a:has-text('alpha')")
+
+
+def test_a_name_in_a_csv_is_no_formula(tab: Any, address: str, shelf: Path) -> None:
+    odd = shelf / "=alpha()"
+    shutil.copytree(shelf / "alpha", odd)
+    tab.goto(f"{address}#/run/%3Dalpha()")
+    tab.wait_for_selector('[data-figure="=alpha()-loss"] .drawing svg')
+    rows = saved(tab, "=alpha()-loss", "CSV").splitlines()
+    assert {row.split(",")[0] for row in rows[1:]} == {"'=alpha()"}
+    shutil.rmtree(odd)
 
 
 def test_dark_and_narrow(tab: Any, address: str) -> None:

@@ -76,11 +76,13 @@ export function pole(at: number): string {
   return `rgb(${r},${g},${b})`;
 }
 
+/** Rows as CSV. A name that a spreadsheet would take for a formula gets an apostrophe in front; numbers stay as they are. */
 export function csv(rows: Record<string, unknown>[]): string {
   const heads = [...new Set(rows.flatMap((row) => Object.keys(row)))];
   const cell = (value: unknown) => {
-    const text = value == null ? "" : String(value);
-    return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+    const told = value == null ? "" : String(value);
+    const text = /^[=+\-@\t\r]/.test(told) && Number.isNaN(Number(told)) ? `'${told}` : told;
+    return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };
-  return [heads.join(","), ...rows.map((row) => heads.map((head) => cell(row[head])).join(","))].join("\n") + "\n";
+  return [heads.map(cell).join(","), ...rows.map((row) => heads.map((head) => cell(row[head])).join(","))].join("\n") + "\n";
 }
