@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from fedtailor.config import Config, Data, Local
+from fedtailor.config import Config, Data, Local, Public
 from fedtailor.data.partition import PartitionConfig
 from fedtailor.fleet.budget import Limits
 from fedtailor.fleet.fleet import FleetConfig
@@ -116,6 +116,7 @@ def test_examples_say_how_to_run_them() -> None:
     [
         ("## Top level", Config),
         ("## `[data]`", Data),
+        ("## `[public]`", Public),
         ("## `[partition]`", PartitionConfig),
         ("## `[local]`", Local),
         ("## `[fleet]`", FleetConfig),
