@@ -144,6 +144,8 @@ def test_costs_of_the_table_are_counted() -> None:
 
 def test_explanations_say_what_runs_and_what_fedavg_trains_beside() -> None:
     fedmn, fedavg = explain("fedmn"), explain("fedavg")
+    assert explain("fedavg-ft").startswith("FedAvg, then every client fine-tunes the result")
+    assert explain("ditto").startswith("Ditto: Li et al., ICML 2021, Algorithm 1.")
     assert "nets modular; no archs per client" in fedmn
     assert "any fixed network, or archs given" in fedavg
     assert "compared with FedAvg on the same network:" in fedavg

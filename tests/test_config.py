@@ -78,12 +78,14 @@ def test_resolved_config_reads_back_the_same() -> None:
         assert again.to_toml() == config.to_toml()
 
 
-def test_what_a_preset_or_method_is_for_is_a_whole_sentence() -> None:
+def test_what_a_name_stands_for_is_a_whole_sentence_of_its_own() -> None:
     """`fedtailor list` shows one line, so nothing may go on in the second."""
     from fedtailor.cli.listing import describe
 
-    cut = [name for kind in ("presets", "methods") for name, text in describe(kind).items() if text[-1] not in ".?)"]
-    assert not cut
+    for kind in ("presets", "methods", "spaces", "nets"):
+        told = describe(kind)
+        assert not [name for name, text in told.items() if text[-1] not in ".?)"]
+        assert len(set(told.values())) == len(told), kind
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:

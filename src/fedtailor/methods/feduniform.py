@@ -24,6 +24,8 @@ from .fedpa import FedPA
 @register("method", "feduniform")
 @dataclass(frozen=True)
 class FedUniform(FedPA):
+    """FedUniform: Luo et al., NFFL workshop at NeurIPS 2021, section 5.2. The widest network a client affords."""
+
     paper: ClassVar[str] = "Luo et al., NFFL workshop at NeurIPS 2021, section 5.2 (FedUniform)"
     deviations: ClassVar[tuple[str, ...]] = (
         *FedPA.deviations,
@@ -52,6 +54,8 @@ class FedUniform(FedPA):
 @register("method", "fedavg-uniform")
 @dataclass(frozen=True)
 class FedAvgUniform(FedUniform):
+    """FedAvg-x0.5: Luo et al., NFFL workshop at NeurIPS 2021, section 5.2. One width that all afford."""
+
     paper: ClassVar[str] = "Luo et al., NFFL workshop at NeurIPS 2021, section 5.2 (FedAvg with MobileNetV2 x0.5)"
     deviations: ClassVar[tuple[str, ...]] = ("in spaces without a width multiplier all dimensions narrow in step",)
     card: ClassVar[Card] = replace(

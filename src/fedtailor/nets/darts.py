@@ -51,7 +51,7 @@ class _DartsNet(FixedNet):
 @register("net", "darts-cell")
 @dataclass(frozen=True)
 class DartsCell(_DartsNet):
-    """A discrete DARTS cell, by default the one FedNAS published, stacked into a network"""
+    """A discrete DARTS cell, by default the one FedNAS published, stacked into a network."""
 
     normal: Kept = FEDNAS_NORMAL  # places of the operations kept on each of the 14 edges
     reduce: Kept = FEDNAS_REDUCE
@@ -110,7 +110,7 @@ class Mixture(Network):
 @register("net", "darts-mixture")
 @dataclass(frozen=True)
 class DartsMixture(_DartsNet):
-    """The DARTS supernet: every operation of every edge, weighed by the softmax of α"""
+    """The DARTS supernet: every operation of every edge, weighed by the softmax of α."""
 
     def module(self) -> Mixture:
         return Mixture(self.space)

@@ -154,8 +154,7 @@ def explain(name: str) -> str:
         measured, beside = costs(config, found), _beside(config, found)
     except UserError:  # a method of the user's own need not run on the demo
         found = measured = beside = None
-    about = (inspect.getdoc(inspect.getmodule(method)) or "").split("\n", 1)[0]
-    lines = [about, f"paper: {method.paper}", ""]
+    lines = [_about(method), f"paper: {method.paper}", ""]
     lines += columns(
         {
             "shared part": card.shared,
@@ -174,6 +173,14 @@ def explain(name: str) -> str:
     lines += ["", "options:", *(columns(options) if options else ["  none"])]
     lines += ["", "deviations from the paper:", *(_bullets(method.deviations) or ["  none"])]
     return "\n".join(lines)
+
+
+def _about(method: type[Method]) -> str:
+    """The first line on a method: its class's, where that has words of its own, or else its file's."""
+    own = method.__doc__ or ""
+    generated = own.startswith(f"{method.__name__}(")  # by the dataclass decorator
+    text = own if own and not generated else inspect.getdoc(inspect.getmodule(method)) or ""
+    return text.strip().split("\n", 1)[0]
 
 
 def diagram(method: type[Method], found: Rehearsal | None) -> list[str]:

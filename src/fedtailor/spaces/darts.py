@@ -1,5 +1,6 @@
-"""The DARTS space (Liu, Simonyan and Yang, ICLR 2019) and its variants s1 to s5 (DARTS-PT: Wang et al., ICLR 2021; the
-pairs of s1 are our own).
+"""The DARTS space (Liu, Simonyan and Yang, ICLR 2019) and its variants s1 to s5 (DARTS-PT: Wang et al., ICLR 2021).
+
+The pairs of s1 are our own.
 
 An arch names one operation for each of the 14 edges of the normal cell and of the reduction cell; all cells of a type
 share it, each with weights of its own. Three networks live in this space, all with the supernet's tensor names:
