@@ -76,7 +76,7 @@ def test_a_file_that_is_no_method_yet(tmp_path: Path, old: str, new: str, messag
     [
         ("return Server(job", "Server(job", r"Own.start returned NoneType; it has to return a Server"),
         ("return Task(server.weights)", "return server.weights", r"Own.ask returned dict; it has to return a Task"),
-        ("return Reply", "Reply", r"round 1, client client-.*Own.work returned NoneType; it has to return a Reply"),
+        ("return Reply", "Reply", r"round 1, client client-\d+: .*Own.work returned NoneType; it has to return a"),
         ("return server.replace", "server.replace", r"Own.merge returned NoneType; it has to return a Server"),
         ("loss = await", "loss =", r"'loss' was never computed: write 'await'"),
         (WORK, "    def work(self, task, client):\n        net, loss = client.build(task), 1.0", r"'async def work'"),

@@ -224,8 +224,9 @@ class Federation(Rounds):
         ahead, self._ahead = self._ahead, None
         replies = self.engine.run(
             [
-                (f"round {number}, client {c.name}, arch {task.arch}", _worked(method, task, c))
+                (f"{place}, arch {task.arch}" if task.arch else place, _worked(method, task, c))
                 for task, c in zip(tasks, clients, strict=True)
+                for place in [f"round {number}, client {c.name}"]
             ],
             ahead,
         )
