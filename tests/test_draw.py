@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from fedtailor.nets.cnn import CNN
+from fedtailor.report.words import SPACE, count
 from fedtailor.spaces.base import Arch, Dimension, Space
 from fedtailor.spaces.darts import Darts
 from fedtailor.spaces.draw import STYLES, _count, cell_svg, cells_svg
@@ -45,6 +46,15 @@ def test_chain_shows_every_piece_and_option():
         assert {"tiny", "input", "head", *space.pieces(arch)} <= set(shown)
         assert "1 × 8 × 8" in shown
         assert any(line.startswith("stage2") and "width" in line for line in shown)
+
+
+def test_numbers_of_a_drawing_have_the_units_of_the_page():
+    space = Tiny((1, 8, 8), 10)
+    shown = words(parsed(space.draw(space.smallest)))
+    flops = count(space.cost(space.smallest).flops).replace(SPACE, " ")
+    assert flops.endswith(" k")
+    assert any(line.endswith(f"parameters, {flops} FLOPs per image") for line in shown)
+    assert f"{space.pieces(space.smallest)['head'].cost.flops} FLOPs" in shown  # a few hundred: no unit
 
 
 def test_chain_of_a_fixed_network():

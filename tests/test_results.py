@@ -103,6 +103,13 @@ def test_summary(run: Path) -> None:
     assert found["partition_hash"] == "a" * 64
 
 
+def test_costs_have_the_units_of_the_report(tmp_path: Path) -> None:
+    sizes = {"personal_parameters": 11_173_962, "personal_flops": 3_200}
+    rows = [(2, 0, "", name, value) for name, value in {**sizes, "bytes_down": 83_881_760_000}.items()]
+    told = text_of(Results.read(write_run(tmp_path / "r", [*evaluation(2, "test", personal={0: 0.4}), *rows])).table())
+    assert "83.9 GB down, 11.2 M parameters, 3.20 k FLOPs" in told
+
+
 def test_the_last_round_counts_not_the_best(run: Path) -> None:
     results = Results.read(run)
     assert results.per_client("personal_accuracy", "val") == {0: 0.3, 1: 0.5, 2: 0.7}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -31,21 +32,42 @@ class LargestFit(RandomArch):
             key = (seat.budget, seat.profile, seat.images)  # clients with equal devices and data get equal archs
             if key not in known:
                 fits = lambda arch, seat=seat: affords(seat, arch)  # noqa: E731
-                known[key] = next(filter(fits, ranked)) if ranked else climb(job.space, size, fits)
+                over = lambda arch, seat=seat: sum(max(0.0, u - 1) for u in seat.use(arch).values())  # noqa: E731
+                known[key] = next(filter(fits, ranked)) if ranked else largest(job.space, size, over)
         return [known[seat.budget, seat.profile, seat.images] for seat in job.seats]
 
 
-def climb(space: Space, size: Callable[[Arch], float], fits: Callable[[Arch], bool]) -> Arch:
-    """An arch that fits and that no step up in one dimension leaves fitting, found greedily.
+def largest(space: Space, size: Callable[[Arch], float], over: Callable[[Arch], float]) -> Arch:
+    """A large arch of those that are `over` budget by 0: the larger of what climbing up and coming down find.
 
-    From the smallest arch, every step raises one dimension by one option: the one that adds most and still fits.
+    Climbing alone is short-sighted where the budget is not of what makes an arch large. Under a limit on memory it
+    takes early stages first, which add most FLOPs, and fill the memory before the cheap late ones have their turn.
     """
-    if fits(space.largest):
+    if over(space.largest) == 0:
         return space.largest
-    arch = space.smallest
+    found = [climb(space, start, size, over) for start in (space.smallest, descend(space, size, over))]
+    return max(found, key=size)
+
+
+def climb(space: Space, arch: Arch, size: Callable[[Arch], float], over: Callable[[Arch], float]) -> Arch:
+    """From an arch that fits, every step raises one dimension by one option: the one that adds most and still fits."""
     while True:
         ups = [(*arch[:d], i + 1, *arch[d + 1 :]) for d, i in enumerate(arch) if i < space.largest[d]]
-        fitting = [up for up in ups if fits(up)]
+        fitting = [up for up in ups if over(up) == 0]
         if not fitting:
             return arch
         arch = max(fitting, key=size)
+
+
+def descend(space: Space, size: Callable[[Arch], float], over: Callable[[Arch], float]) -> Arch:
+    """From the largest arch, every step lowers one dimension: the one that costs least size for what it saves."""
+    arch = space.largest
+    while arch != space.smallest and (excess := over(arch)) > 0:
+        whole = size(arch)
+
+        def price(down: Arch, whole: float = whole, excess: float = excess) -> float:
+            saved = excess - over(down)
+            return (whole - size(down)) / saved if saved > 0 else math.inf
+
+        arch = min(((*arch[:d], i - 1, *arch[d + 1 :]) for d, i in enumerate(arch) if i), key=price)
+    return arch

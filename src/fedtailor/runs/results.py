@@ -243,6 +243,8 @@ class Results:
 
     def table(self) -> Table:
         """The reported numbers for a terminal."""
+        from fedtailor.report.words import SPACE, count, size  # which reads this module; one number, one unit
+
         summary, loud = self.summary(), Text("" if self.finished else "UNFINISHED ", style="bold red")
         table = Table(title=loud + Text(f"{self.name}: {self.method}"), title_justify="left", caption_justify="left")
         for head in ("accuracy", "mean", "std over clients", "worst decile", "clients", "split", "round"):
@@ -253,12 +255,12 @@ class Results:
                 at = (str(s.n), summary["split"], str(summary["round"]))
                 table.add_row(kind, *cells, *at, style="bold" if kind == "personal" else None)
         costs = [
-            f"{summary[key] / scale:,.{digits}f} {unit}"
-            for key, scale, digits, unit in (
-                ("bytes_down", 1e6, 1, "MB down"),
-                ("bytes_up", 1e6, 1, "MB up"),
-                ("personal_parameters", 1e3, 1, "k parameters"),
-                ("personal_flops", 1e6, 2, "MFLOPs"),
+            f"{say(summary[key]).replace(SPACE, ' ')} {unit}"
+            for key, say, unit in (
+                ("bytes_down", size, "down"),
+                ("bytes_up", size, "up"),
+                ("personal_parameters", count, "parameters"),
+                ("personal_flops", count, "FLOPs"),
             )
             if summary[key] is not None
         ]

@@ -107,7 +107,7 @@ def chain_svg(space: Space, arch: Arch) -> str:
     left, top = (WIDTH - columns * slot) / 2, 78.0
     parts = [
         _text(left, 32, space.name, 18, bold=True),
-        _text(left, 54, f"{_count(cost.parameters)} parameters, {cost.flops / 1e6:,.4g} MFLOPs per image", 13, SOFT),
+        _text(left, 54, f"{_count(cost.parameters)} parameters, {_count(cost.flops)} FLOPs per image", 13, SOFT),
         _text(WIDTH - left, 54, "taller: more pixels · wider: more channels · darker: more FLOPs", 12, SOFT, "end"),
     ]
     for i, (step, (width, height)) in enumerate(zip(steps, sizes, strict=True)):
@@ -121,7 +121,7 @@ def chain_svg(space: Space, arch: Arch) -> str:
         parts.append(f"<g><title>{escape(step.name)}</title>{label}</g>")
         lines = [" × ".join(map(str, step.shape))]
         if i:
-            lines += [f"{_count(step.parameters)} param.", f"{step.flops / 1e6:.3g} MFLOPs"]
+            lines += [f"{_count(step.parameters)} param.", f"{_count(step.flops)} FLOPs"]
         parts += [_text(x, y + 65 + 14 * k, line, 11, SOFT, "middle") for k, line in enumerate(lines)]
     y = top + row * math.ceil(len(steps) / columns) + 10
     table = _options(space.options(arch), left, y)
