@@ -18,6 +18,7 @@ from fedtailor.fleet import FleetConfig
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.registry import names
 from fedtailor.runs import execute
+from fedtailor.seeds import seed_of
 from tools import by_hand, rows, small_config
 
 
@@ -72,6 +73,12 @@ def test_hash_seed_and_workers_change_nothing(tmp_path: Path) -> None:
         subprocess.run(command, env=environment, check=True)
         logs.append(rows(out))
     assert logs[0] == logs[1]
+
+
+def test_keys_that_read_alike_are_different_keys() -> None:
+    keys: list[tuple[int | str, ...]] = [(1, 23), (12, 3), ("1", 23), (1, "23"), (123,), ("123",), ("a", "bc"), ("ab", "c")]
+    assert len({seed_of(*key) for key in keys}) == len(keys)
+    assert all(0 <= seed_of(i) < 2**63 for i in range(100))
 
 
 def test_all_methods_see_the_same_participants(tmp_path: Path) -> None:

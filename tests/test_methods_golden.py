@@ -125,8 +125,18 @@ def test_label_prior_enters_the_loss_and_the_last_bias() -> None:
     assert state.server.weights["head.bias"].tolist() == pytest.approx([0, 0], abs=1e-6)
     client = federation.client(federation.job.seats[0], {}, 1)
     net = client.build(federation.method.ask(state.server, federation.job.seats[0]))
+    # the network says nothing, the prior of the client says label 1: three of four are right
+    assert federation.engine.run([("", client.score(net))]) == [0.75]
     fold_prior(net, client)
     assert net.head.bias.tolist() == pytest.approx([0.5 * math.log(0.25), 0.5 * math.log(0.75)], abs=1e-6)  # type: ignore
+
+
+def test_label_prior_counts_what_a_client_has_never_seen() -> None:
+    local = Local(prior=True, prior_smoothing=2.0)
+    federation = by_hand(FedAvg(), [[(0, 1)] * 3], local, Biased((1, 1, 1), 2))
+    prior = federation.client(federation.job.seats[0], {}, 1).log_prior
+    assert prior is not None
+    assert prior.exp().tolist() == pytest.approx([2 / 7, 5 / 7])  # 0 + 2 and 3 + 2
 
 
 def test_weights_nobody_sends_stay_as_they_were() -> None:

@@ -15,6 +15,7 @@ from fedtailor.fleet import FleetConfig, shipped
 from fedtailor.method import Method, Reply, Seat, Server, Task
 from fedtailor.methods.ditto import Ditto
 from fedtailor.methods.fedavg import FedAvg
+from fedtailor.methods.pfedme import PFedMe
 from tools import by_hand, numbers, three
 
 PLAIN = Local(lr=0.5, batch=2, epochs=1.0, momentum=0.0, weight_decay=0.0)
@@ -58,6 +59,12 @@ def test_a_round_counts_all_tensors_each_way_and_takes_the_time_of_both() -> Non
     assert told(events, "seconds") == pytest.approx(seconds, rel=1e-12)
     assert told(events, "round_seconds") == pytest.approx([seconds[1]], rel=1e-12)
     assert {(e.metric, e.split) for e in events if e.split} == {("loss", "train"), ("accuracy", "val")}
+
+
+def test_a_step_of_several_passes_costs_as_much_as_so_many_steps() -> None:
+    federation = by_hand(PFedMe(lamda=1.0, inner_steps=3), TWO, PLAIN)
+    _, events = played(federation)
+    assert told(events, "flops") == [3 * federation.job.space.cost(()).train_flops * images for images in (1, 4)]
 
 
 def late(method: Method, share: float) -> tuple[State, list[Event], float]:

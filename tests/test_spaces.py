@@ -143,7 +143,9 @@ def test_the_group_norm_twin_trains(name: str):
 
 @every_space
 def test_new_weights_depend_on_their_key_alone(space: Space):
-    first, state = space.new_weights(3), torch.random.get_rng_state()
+    state = torch.random.get_rng_state()
+    first = space.new_weights(3)
+    assert torch.equal(torch.random.get_rng_state(), state)
     torch.rand(5)
     again = space.new_weights(3)
     assert same_bits(first, again)
@@ -365,3 +367,5 @@ def test_options_that_are_refused_leave_the_others_their_weights():
     expected = draws * np.array([0.2, 0.0, 0.5, 0.3])
     assert counts[1] == 0
     assert np.all(np.abs(counts - expected) < 5 * np.sqrt(draws * 0.25))
+    even = [space.sample(rng, [np.zeros(4)])[0] for _ in range(draws)]  # no weight at all is the same for each
+    assert np.all(np.abs(np.bincount(even, minlength=4) - draws / 4) < 5 * np.sqrt(draws * 0.25))
