@@ -76,7 +76,16 @@ def test_hash_seed_and_workers_change_nothing(tmp_path: Path) -> None:
 
 
 def test_keys_that_read_alike_are_different_keys() -> None:
-    keys: list[tuple[int | str, ...]] = [(1, 23), (12, 3), ("1", 23), (1, "23"), (123,), ("123",), ("a", "bc"), ("ab", "c")]
+    keys: list[tuple[int | str, ...]] = [
+        (1, 23),
+        (12, 3),
+        ("1", 23),
+        (1, "23"),
+        (123,),
+        ("123",),
+        ("a", "bc"),
+        ("ab", "c"),
+    ]
     assert len({seed_of(*key) for key in keys}) == len(keys)
     assert all(0 <= seed_of(i) < 2**63 for i in range(100))
 
