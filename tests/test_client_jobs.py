@@ -224,3 +224,11 @@ def test_a_schedule_ends_with_the_rounds_and_leaves_a_tenth_for_what_comes_after
     seat = federation.job.seats[0]
     rates = [federation.client(seat, {}, r, keeping=k).lr for r, k in ((1, False), (3, False), (3, True), (5, False))]
     assert rates == pytest.approx([0.2, 0.1, 0.02, 0.02])  # half way down the cosine is half the rate
+
+
+def test_a_few_images_are_the_clients_own() -> None:
+    federation = by_hand(FedAvg(), [[(255, 0)] * 3, [(255, 1)] * 3], PLAIN)
+    for seat in federation.job.seats:
+        client = federation.client(seat, {}, 1)
+        net = client.build(Task(three(1, 0, 1)))  # says label 1 to everything
+        assert federation.engine.run([("", client.score(net, images=2))]) == [float(seat.id)]
