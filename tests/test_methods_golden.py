@@ -48,6 +48,13 @@ def test_fine_tuning_starts_at_the_server_and_can_go_half_way_back() -> None:
     assert numbers(personal(half, state, 0)) == pytest.approx(middle, abs=1e-6)
 
 
+def test_weights_decay_at_the_rate_that_is_given() -> None:
+    state = one_round(by_hand(FedAvg(), DATA[:1], replace(PLAIN, weight_decay=0.5)), weights=three(1, 0.1, -0.1))
+    plain = one_round(by_hand(FedAvg(), DATA[:1], PLAIN), weights=three(1, 0.1, -0.1))
+    shrunk = [w - 0.2 * 0.5 * old for w, old in zip(numbers(plain.server.weights), (1, 0.1, -0.1), strict=True)]
+    assert numbers(state.server.weights) == pytest.approx(shrunk)
+
+
 def test_fine_tuning_takes_a_tenth_of_the_rate_unless_one_is_given() -> None:
     federation = by_hand(FedAvgFineTune(epochs=1.0), [DATA[0]], PLAIN)
     state = federation.begin()

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import nn
 
 from fedtailor.config import Local
 from fedtailor.engine.client import Client
 from fedtailor.engine.loop import Event, Federation, State
+from fedtailor.evaluate import evaluate
 from fedtailor.fleet import FleetConfig, shipped
 from fedtailor.method import Method, Reply, Seat, Server, Task
 from fedtailor.methods.ditto import Ditto
@@ -112,3 +114,16 @@ def test_a_client_can_forget() -> None:
     federation = by_hand(Forgetful(), TWO, PLAIN, rounds=2)
     state = federation.begin()
     assert [dict(s.memories) for s in federation.rounds(state, lambda _: None)][-1] == {0: {}, 1: {}}
+
+
+def test_a_network_for_keeps_is_made_by_a_client_that_knows_it() -> None:
+    seen: list[bool] = []
+
+    class Noted(FedAvg):
+        async def personal(self, task: Task, client: Client) -> nn.Module:
+            seen.append(client.keeping)
+            return await super().personal(task, client)
+
+    federation = by_hand(Noted(), TWO, PLAIN)
+    evaluate(federation, federation.begin(), None)
+    assert seen == [True, True]

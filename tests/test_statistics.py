@@ -14,7 +14,8 @@ from fedtailor.engine.client import Client
 from fedtailor.engine.local import LocalEngine
 from fedtailor.method import Task
 from fedtailor.methods.fedavg import FedAvg
-from fedtailor.parts import choose, learnt
+from fedtailor.parts import choose, head, learnt
+from fedtailor.split import fit_head
 from test_family_golden import Normed
 from tools import by_hand
 
@@ -74,3 +75,11 @@ def test_statistics_that_stay_are_kept_part_by_part_and_found_again() -> None:
     assert set(client.memory["statistics"]) == {"other.running_mean", "norm.running_mean", "norm.running_var"}
     assert memory == {"statistics": other}  # the round is not over: what lies at the client is as it was
     assert statistics(client.build(Task(sent))) == [3, 1]
+
+
+def test_statistics_of_a_part_that_is_not_trained_stay_as_they_are() -> None:
+    known = {"norm.running_mean": torch.tensor([3.0]), "norm.running_var": torch.tensor([2.0])}
+    client, task, engine = client_of("local", {"statistics": known})
+    net = client.build(Task(choose(task.weights, learnt)))
+    engine.run([("", fit_head(net, client, head, 1.0))])
+    assert statistics(net) == [3, 2]

@@ -132,6 +132,7 @@ NAN, INFINITE = three(float("nan"), 0, 0), three(0, float("inf"), 0)
         (replaced(facts={"loss": float("nan")}), "'loss'"),
         (replaced(facts={"loss": 1e308}), "'loss'"),
         (replaced(facts={"accuracy": 1.5}), "no accuracy"),
+        (replaced(facts={"accuracy": -0.5}), "no accuracy"),
         (replaced(facts={"note": "x" * 100_000}), "letters"),
         (replaced(facts={str(i): i for i in range(200)}), "200 facts"),
         (replaced(extra={"more": torch.zeros(1 << 19)}), "more than"),
@@ -175,7 +176,7 @@ def test_what_a_network_is_writes_no_rows_of_its_own(facts: dict[str, object]) -
 
 def test_scores_are_between_zero_and_one() -> None:
     request = dataclasses.replace(REQUEST, work=None, evaluate=Evaluate(1, TASK, 0))
-    for scores in ({"val": 1.5}, {"val": float("nan")}, {"train": 0.5}, {"val": 1}):
+    for scores in ({"val": 1.5}, {"val": -0.5}, {"val": float("nan")}, {"train": 0.5}, {"val": 1}):
         with pytest.raises(Refused, match="no accuracy"):
             read(respond(worked=None, evaluated=Evaluated(scores, {}, {})), request)
     with pytest.raises(Refused, match="nobody asked"):
