@@ -352,7 +352,10 @@ class Line(Space):
     """One dimension of four options; nothing is ever built."""
 
     name = "line"
-    dimensions = (Dimension("n", (1, 2, 3, 4)),)
+
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        return (Dimension("n", (1, 2, 3, 4)),)
 
     def build(self, arch: Arch) -> nn.Module:
         raise NotImplementedError
