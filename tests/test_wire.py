@@ -62,9 +62,10 @@ def test_everything_lies_in_one_array() -> None:
 
 def test_a_request_and_a_response_survive_the_way() -> None:
     order = Evaluate(1, Task(three(7, 8, 9), (1, 2)), 1, Task(three(1, 1, 1)), True)
-    request = dataclasses.replace(REQUEST, evaluate=order)
+    seat = dataclasses.replace(SEAT, arch=(0, 1))
+    request = dataclasses.replace(REQUEST, seat=seat, evaluate=order)
     again = wire.read_request(unpack(request.pack()), lambda config, shape, classes: SPACE)
-    assert again.seat == SEAT
+    assert again.seat == seat
     assert again.evaluate is not None
     assert again.work is not None
     assert again.evaluate.offer.arch == (1, 2)
