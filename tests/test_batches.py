@@ -40,7 +40,7 @@ def test_batches_one_by_one_equal_batches_at_once() -> None:
 def test_augmentation_crops_flips_and_cuts() -> None:
     x = torch.arange(1.0, 1 + 2 * 16 * 16).reshape(2, 1, 16, 16)
     still = torch.tensor([[0.5, 0.5]] * 5)  # the middle of the padding: no shift; 0.5 is no flip
-    assert torch.equal(augment(x, "crop", still), x)
+    assert torch.equal(augment(x, "crop-flip", still), x)
     flip = still.clone()
     flip[2] = 0.1
     assert torch.equal(augment(x, "crop-flip", flip), x.flip(3))
@@ -48,10 +48,16 @@ def test_augmentation_crops_flips_and_cuts() -> None:
     corner = still.clone()
     corner[:2] = 0.0
     assert torch.equal(augment(x, "crop", corner)[:, :, 2:, 2:], x[:, :, :-2, :-2])
+    corner[:2] = 0.999
+    assert torch.equal(augment(x, "crop", corner)[:, :, :-2, :-2], x[:, :, 2:, 2:])
     cut = augment(x, "crop-flip-cutout", still)
     hole = torch.zeros(16, 16, dtype=torch.bool)
     hole[4:12, 4:12] = True  # DARTS' Cutout of half the side: from 8 - 4 up to, and without, 8 + 4
     assert torch.equal(cut == 0, hole.expand_as(x))
+    aside = still.clone()
+    aside[3] = 0.25  # rows from 4 - 4, columns as before
+    hole[0:8, 4:12], hole[8:12] = True, False
+    assert torch.equal(augment(x, "crop-flip-cutout", aside) == 0, hole.expand_as(x))
     assert torch.equal(augment(x, "none", still), x)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -208,3 +209,26 @@ def test_a_device_computes_in_the_precision_it_has() -> None:
     assert (runs.precision, torch.backends.cudnn.allow_tf32) == ("tf32", True)
     runs.compute_in("fp32")
     assert (runs.precision, torch.backends.cudnn.allow_tf32) == ("fp32", False)
+
+
+def test_a_draw_belongs_to_its_purpose_round_and_client() -> None:
+    federation = by_hand(FedAvg(), DATA * 2, PLAIN)
+    clients = [federation.client(seat, {}, number) for seat in federation.job.seats for number in (1, 2)]
+    draws = [float(client.rng(purpose).random()) for client in clients for purpose in ("a", "b")]
+    assert len(set(draws)) == 8
+    assert draws[0] == float(federation.client(federation.job.seats[0], {}, 1).rng("a").random())
+
+
+def test_a_schedule_ends_with_the_rounds_and_leaves_a_tenth_for_what_comes_after() -> None:
+    federation = by_hand(FedAvg(), DATA, replace(PLAIN, schedule="cosine"), rounds=4)
+    seat = federation.job.seats[0]
+    rates = [federation.client(seat, {}, r, keeping=k).lr for r, k in ((1, False), (3, False), (3, True), (5, False))]
+    assert rates == pytest.approx([0.2, 0.1, 0.02, 0.02])  # half way down the cosine is half the rate
+
+
+def test_a_few_images_are_the_clients_own() -> None:
+    federation = by_hand(FedAvg(), [[(255, 0)] * 3, [(255, 1)] * 3], PLAIN)
+    for seat in federation.job.seats:
+        client = federation.client(seat, {}, 1)
+        net = client.build(Task(three(1, 0, 1)))  # says label 1 to everything
+        assert federation.engine.run([("", client.score(net, images=2))]) == [float(seat.id)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -94,6 +94,33 @@ def test_scaffold_corrects_every_step() -> None:
     assert numbers(state.memories[0]["c"]) == pytest.approx(own, abs=1e-6)
 
 
+def test_scaffold_takes_plain_steps_whatever_the_momentum() -> None:
+    plain, heavy = (
+        one_round(by_hand(Scaffold(), SAME, replace(TWICE, momentum=m)), weights=three(1, 0, 0)) for m in (0.0, 0.9)
+    )
+    assert numbers(plain.server.weights) == numbers(heavy.server.weights)
+
+
+def test_scaffold_holds_the_mean_of_the_clients_last_gradients_at_every_rate() -> None:
+    """After one step from x, c_i is the gradient at x, and c the mean of them, in every round."""
+    federation = by_hand(Scaffold(), SAME, replace(PLAIN, schedule="cosine"), rounds=3)
+    state = federation.begin()
+    state.server = state.server.replace(weights=three(1, 0, 0))
+    before = [1.0, 0.0, 0.0]
+    for found in federation.rounds(state, lambda event: None):
+        assert numbers(found.memories[1]["c"]) == pytest.approx(slope(before, 0), abs=1e-6)
+        assert numbers(found.server.c) == pytest.approx(slope(before, 0), abs=1e-6)
+        before = numbers(found.server.weights)
+
+
+@pytest.mark.parametrize(("method", "name", "value"), [(Scaffold(), "c", 0.5), (FedDyn(alpha=0.5), "h", 0.05)])
+def test_sums_over_all_clients_leave_out_those_that_never_train(method: Method, name: str, value: float) -> None:
+    federation = by_hand(method, SAME, PLAIN, participants=1)
+    federation.job = replace(federation.job, clients=1)  # the other one is held out
+    state = one_round(federation, weights=three(1, 0, 0))
+    assert numbers(state.server.values[name]) == pytest.approx([0, -value, value])
+
+
 # FedNova ----------------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +142,21 @@ def test_fednova_divides_by_each_clients_own_steps() -> None:
         x - tau * (0.25 * (x - a) / 1 + 0.75 * (x - b) / 3) for x, a, b in zip((1, 0, 0), one, three_steps, strict=True)
     ]
     assert numbers(state.server.weights) == pytest.approx(expected)
+
+
+def test_fednova_divides_by_what_momentum_adds_to_the_steps() -> None:
+    state = one_round(by_hand(FedNova(), DATA, replace(SINGLE, momentum=0.5)), weights=three(1, 0, 0))
+    ends = []
+    for label, steps in ((0, 1), (1, 3)):
+        w, speed = [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+        for _ in range(steps):
+            speed = [0.5 * v + g for v, g in zip(speed, slope(w, label), strict=True)]
+            w = [a - 0.2 * v for a, v in zip(w, speed, strict=True)]
+        ends.append(w)
+    a, b = 1.0, 1 + 1.5 + 1.75
+    tau = 0.25 * a + 0.75 * b
+    moved = [x - tau * (0.25 * (x - p) / a + 0.75 * (x - q) / b) for x, p, q in zip((1, 0, 0), *ends, strict=True)]
+    assert numbers(state.server.weights) == pytest.approx(moved)
 
 
 def test_fednova_with_equal_steps_is_fedavg() -> None:
@@ -152,6 +194,11 @@ def test_feddyn_goes_further_by_what_clients_have_gathered() -> None:
     assert numbers(state.server.weights) == pytest.approx(
         [m - v / 0.5 for m, v in zip(moved, h, strict=True)], abs=1e-6
     )
+
+
+def test_feddyn_averages_clients_alike_whatever_they_hold() -> None:
+    state = one_round(by_hand(FedDyn(alpha=0.5), DATA, PLAIN), weights=three(1, 0, 0))
+    assert numbers(state.server.weights) == pytest.approx([1, 0, 0])  # one moved as far as the other, the other way
 
 
 def test_feddyn_counts_absent_clients_in_h() -> None:

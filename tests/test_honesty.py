@@ -11,10 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedtailor.config import Local
 from fedtailor.data.partition import TEST
+from fedtailor.engine.loop import participants_of
+from fedtailor.fleet import FleetConfig
+from fedtailor.methods.fedavg import FedAvg
 from fedtailor.registry import names
 from fedtailor.runs import execute
-from tools import rows, small_config
+from fedtailor.seeds import seed_of
+from tools import by_hand, rows, small_config
 
 
 @pytest.mark.parametrize("method", names("method"))
@@ -70,6 +75,21 @@ def test_hash_seed_and_workers_change_nothing(tmp_path: Path) -> None:
     assert logs[0] == logs[1]
 
 
+def test_keys_that_read_alike_are_different_keys() -> None:
+    keys: list[tuple[int | str, ...]] = [
+        (1, 23),
+        (12, 3),
+        ("1", 23),
+        (1, "23"),
+        (123,),
+        ("123",),
+        ("a", "bc"),
+        ("ab", "c"),
+    ]
+    assert len({seed_of(*key) for key in keys}) == len(keys)
+    assert all(0 <= seed_of(i) < 2**63 for i in range(100))
+
+
 def test_all_methods_see_the_same_participants(tmp_path: Path) -> None:
     def who(folder: Path) -> set[tuple[str, str]]:
         return {tuple(r.split(",")[:2]) for r in rows(folder) if r.split(",")[3] == "bytes_up"}  # type: ignore[misc]
@@ -78,6 +98,18 @@ def test_all_methods_see_the_same_participants(tmp_path: Path) -> None:
     b = execute.start(small_config("perfedrlnas"), tmp_path / "b", "cpu", 1)
     assert who(a) == who(b)
     assert len(who(a)) == 6
+
+
+def test_each_round_draws_its_participants_anew_among_the_clients_that_train() -> None:
+    pixel = [[(1, 0)]] * 6
+    job = replace(by_hand(FedAvg(), pixel, Local(), participants=2).job, clients=4)  # two are held out
+    drawn = [participants_of(job, number) for number in range(1, 21)]
+    assert drawn == [participants_of(job, number) for number in range(1, 21)]
+    assert all(len(set(who)) == 2 for who in drawn)
+    assert set().union(*drawn) == {0, 1, 2, 3}
+    assert len(set(map(tuple, drawn))) > 3
+    all_asked = by_hand(FedAvg(), pixel, Local(), fleet=FleetConfig(availability=0.5))
+    assert len({tuple(all_asked.present(number)) for number in range(1, 21)}) > 3  # so is who can be reached
 
 
 def test_partition_counts_are_disjoint_and_cover() -> None:

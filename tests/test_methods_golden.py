@@ -8,6 +8,7 @@ moves the head by (0.1, -0.1). Client 0 holds one image of label 0, client 1 thr
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,6 +48,20 @@ def test_fine_tuning_starts_at_the_server_and_can_go_half_way_back() -> None:
     assert numbers(personal(half, state, 0)) == pytest.approx(middle, abs=1e-6)
 
 
+def test_weights_decay_at_the_rate_that_is_given() -> None:
+    state = one_round(by_hand(FedAvg(), DATA[:1], replace(PLAIN, weight_decay=0.5)), weights=three(1, 0.1, -0.1))
+    plain = one_round(by_hand(FedAvg(), DATA[:1], PLAIN), weights=three(1, 0.1, -0.1))
+    shrunk = [w - 0.2 * 0.5 * old for w, old in zip(numbers(plain.server.weights), (1, 0.1, -0.1), strict=True)]
+    assert numbers(state.server.weights) == pytest.approx(shrunk)
+
+
+def test_fine_tuning_takes_a_tenth_of_the_rate_unless_one_is_given() -> None:
+    federation = by_hand(FedAvgFineTune(epochs=1.0), [DATA[0]], PLAIN)
+    state = federation.begin()
+    state.server = state.server.replace(weights=three(1, 0, 0))
+    assert numbers(personal(federation, state, 0)) == pytest.approx([1, 0.01, -0.01])
+
+
 def test_fine_tuning_the_head_leaves_the_body() -> None:
     federation = by_hand(FedAvgFineTune(epochs=1.0, lr=0.2, part="head"), DATA, PLAIN)
     state = one_round(federation, weights=three(1, 0.3, 0))
@@ -84,8 +99,22 @@ def test_ditto_keeps_the_personal_model_at_the_client() -> None:
     assert set(state.server.values) == {"weights"}
 
 
-def test_fedrep_trains_head_then_body_and_keeps_the_head() -> None:
-    federation = by_hand(FedRep(head_epochs=1.0, body_epochs=1.0, final_epochs=0.0), DATA, PLAIN)
+def test_ditto_goes_on_from_the_personal_model_of_the_round_before() -> None:
+    federation = by_hand(Ditto(lamda=0.0, personal_epochs=2.0), DATA, PLAIN, rounds=2)
+    state = federation.begin()
+    state.server = state.server.replace(weights=three(1, 0, 0))
+    assert len(list(federation.rounds(state, lambda event: None))) == 2
+    alone = by_hand(LocalTraining(), DATA, PLAIN, rounds=4)  # without a pull it is training alone, two steps a round
+    alone.engine.initial = lambda space, seed: three(1, 0, 0)  # type: ignore[method-assign]
+    other = alone.begin()
+    assert len(list(alone.rounds(other, lambda event: None))) == 4
+    assert numbers(state.memories[0]["v"]) == pytest.approx(numbers(other.memories[0]["weights"]))
+
+
+@pytest.mark.parametrize(("epochs", "given"), [(1.0, 1.0), (4.0, 1.0), (2.0, 0.0)], ids=["as is", "given", "halves"])
+def test_fedrep_trains_head_then_body_and_keeps_the_head(epochs: float, given: float) -> None:
+    method = FedRep(head_epochs=given, body_epochs=given, final_epochs=1.0)
+    federation = by_hand(method, DATA, replace(PLAIN, epochs=epochs))
     federation.engine.initial = lambda space, seed: three(1, 0, 0)  # type: ignore[method-assign]
     state = one_round(federation, weights={"body.weight": torch.tensor([[1.0]])})
     # head first: (0.1, -0.1); then the body sees gradient -0.2 Q for client 0, the same for client 1 by symmetry
@@ -93,6 +122,9 @@ def test_fedrep_trains_head_then_body_and_keeps_the_head() -> None:
     assert numbers(state.memories[0]["head"]) == pytest.approx([0.1, -0.1])
     assert numbers(state.memories[1]["head"]) == pytest.approx([-0.1, 0.1])
     assert list(state.server.weights) == ["body.weight"]
+    body = 1 + 0.2 * 0.2 * Q  # on which the head is tuned once more
+    head = 0.1 + 0.2 * body * (1 - 1 / (1 + math.exp(-2 * body * 0.1)))
+    assert numbers(personal(federation, state, 0)) == pytest.approx([body, head, -head])
 
 
 def test_fedbabu_never_moves_the_head_before_fine_tuning() -> None:
@@ -125,8 +157,18 @@ def test_label_prior_enters_the_loss_and_the_last_bias() -> None:
     assert state.server.weights["head.bias"].tolist() == pytest.approx([0, 0], abs=1e-6)
     client = federation.client(federation.job.seats[0], {}, 1)
     net = client.build(federation.method.ask(state.server, federation.job.seats[0]))
+    # the network says nothing, the prior of the client says label 1: three of four are right
+    assert federation.engine.run([("", client.score(net))]) == [0.75]
     fold_prior(net, client)
     assert net.head.bias.tolist() == pytest.approx([0.5 * math.log(0.25), 0.5 * math.log(0.75)], abs=1e-6)  # type: ignore
+
+
+def test_label_prior_counts_what_a_client_has_never_seen() -> None:
+    local = Local(prior=True, prior_smoothing=2.0)
+    federation = by_hand(FedAvg(), [[(0, 1)] * 3], local, Biased((1, 1, 1), 2))
+    prior = federation.client(federation.job.seats[0], {}, 1).log_prior
+    assert prior is not None
+    assert prior.exp().tolist() == pytest.approx([2 / 7, 5 / 7])  # 0 + 2 and 3 + 2
 
 
 def test_weights_nobody_sends_stay_as_they_were() -> None:

@@ -278,3 +278,18 @@ def test_classes_without_images_are_left_alone():
     data = Dataset("toy", np.zeros((100, 1, 1, 1), np.uint8), labels, ("a", "none", "b"), np.zeros(100, bool))
     for name in rules.RULES:
         check(make(data, PartitionConfig(name, alpha=1.0), 4, 0), data, PartitionConfig(name))
+
+
+def test_every_split_gets_an_image_whatever_the_least_is():
+    assert make(TOY, PartitionConfig("iid", samples=3, min_samples=1), 4, 0).sizes().tolist() == [[1, 1, 1]] * 4
+    with pytest.raises(UserError, match="below the 3 images"):
+        make(TOY, PartitionConfig("iid", samples=2, min_samples=1), 4, 0)
+
+
+def test_a_hash_is_of_the_deal_and_its_data_and_of_nothing_else():
+    one = make(TOY, PartitionConfig("iid", new_clients=1), 3, 0)
+    owner, split = one.owner.copy(), one.split.copy()
+    owner[0], split[0] = (owner[0] + 1) % 4, (split[0] + 1) % 3
+    changes = ({"owner": owner}, {"split": split}, {"clients": 4}, {"new_clients": 2}, {"dataset_hash": "0"})
+    assert len({one.hash, *(dataclasses.replace(one, **change).hash for change in changes)}) == 6
+    assert dataclasses.replace(one, recipe={}, names=()).hash == one.hash

@@ -251,7 +251,8 @@ def test_one_run_has_no_std_over_seeds(tmp_path: Path) -> None:
 
 def test_order(tmp_path: Path) -> None:
     low, high = final(tmp_path / "a", method="low"), final(tmp_path / "b", method="high", values=(0.8, 0.9))
-    half = final(tmp_path / "c", method="half", values=(1.0, 1.0), status="stopped")
+    events = [*evaluation(2, "val", personal={0: 1.0, 1: 1.0})]  # better on val than anybody on test
+    half = write_run(tmp_path / "c", events, facts(2, 2, status="stopped"), config(2, 2, 0, "half"))
     assert [row.label for row in compare([half, low, high]).rows] == ["high", "low", "half"]
     assert [row.label for row in compare([half, low, high], order="given").rows] == ["half", "low", "high"]
 
@@ -275,6 +276,8 @@ def test_unfair_differences_are_flagged_on_the_odd_row(tmp_path: Path, flag: str
     assert not found.fair
     assert [row.flags for row in found.rows] == [(), (), (flag,)]
     assert any(flag in line for line in found.unfair)
+    odd_first = compare([found.rows[2].runs[0], *runs], order="given")
+    assert [row.flags for row in odd_first.rows] == [(flag,), (), ()]
     assert "UNFAIR" in text_of(found.table())
 
 

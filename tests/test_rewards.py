@@ -14,8 +14,10 @@ from fedtailor.engine.loop import Event
 from fedtailor.errors import UserError
 from fedtailor.fleet.budget import Limits
 from fedtailor.fleet.fleet import FleetConfig
+from fedtailor.method import Reply
 from fedtailor.methods.perfedrlnas import PerFedRLNAS
-from fedtailor.search.rewards import Outcome, assemble
+from fedtailor.search.ascent import ascend, no_moments
+from fedtailor.search.rewards import Outcome, assemble, remember
 from test_perfedrlnas import COSTS, TOY, begin, plain, reply, row, toy
 
 # equation 9 -------------------------------------------------------------------------------------------------------
@@ -127,3 +129,15 @@ def test_misspelt_rewards_and_weights_are_named() -> None:
     assert load("perfedrlnas", {"method.rewards": ["accuracy"]}).make_method()  # a weight without its piece is idle
     with pytest.raises(UserError, match=r"method\.weights"):
         load("perfedrlnas", {"method.weights.time": -1.0})
+
+
+def test_what_a_server_holds_is_never_changed_in_place() -> None:
+    alpha = torch.zeros(2, 3, dtype=torch.float64)
+    moments = no_moments(alpha)
+    moved, kept = ascend(alpha, moments, 1, torch.ones(3, dtype=torch.float64), 0.1, "adam")
+    assert moved[1].any()
+    assert all(t.any() for t in kept.values())
+    assert not any(t.any() for t in (alpha, *moments.values()))
+    latest = torch.zeros(2, dtype=torch.float64)
+    assert remember(latest, [Reply(client=1, facts={"accuracy": 0.5})]).tolist() == [0, 0.5]
+    assert not latest.any()

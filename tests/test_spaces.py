@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedtailor import registry
 from fedtailor.errors import UserError
 from fedtailor.seeds import rng_of
-from fedtailor.spaces.base import Arch, Space, Weights
+from fedtailor.spaces.base import Arch, Dimension, Space, Weights
 from fedtailor.spaces.layers import seed_dropout
 from fedtailor.spaces.measure import tensors_of
 from fedtailor.spaces.pasting import paste
@@ -143,7 +143,9 @@ def test_the_group_norm_twin_trains(name: str):
 
 @every_space
 def test_new_weights_depend_on_their_key_alone(space: Space):
-    first, state = space.new_weights(3), torch.random.get_rng_state()
+    state = torch.random.get_rng_state()
+    first = space.new_weights(3)
+    assert torch.equal(torch.random.get_rng_state(), state)
     torch.rand(5)
     again = space.new_weights(3)
     assert same_bits(first, again)
@@ -343,3 +345,30 @@ def test_sampling_follows_the_conditional_distribution(refused: int):
     chi_square = sum((counts[arch] - e) ** 2 / e for arch, e in expected.items())
     free = len(expected) - 1
     assert chi_square < free + 4 * (2 * free) ** 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Line(Space):
+    """One dimension of four options; nothing is ever built."""
+
+    name = "line"
+
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        return (Dimension("n", (1, 2, 3, 4)),)
+
+    def build(self, arch: Arch) -> nn.Module:
+        raise NotImplementedError
+
+
+def test_options_that_are_refused_leave_the_others_their_weights():
+    """Almost all draws are refused, so sweeps decide, and in them the choice among the options that fit."""
+    space, rng, draws = Line(SIZES[0], CLASSES), rng_of("line"), 400
+    p = [np.array([2.0, 1e7, 5.0, 3.0])]
+    found = [space.sample(rng, p, lambda arch: arch != (1,))[0] for _ in range(draws)]
+    counts = np.bincount(found, minlength=4)
+    expected = draws * np.array([0.2, 0.0, 0.5, 0.3])
+    assert counts[1] == 0
+    assert np.all(np.abs(counts - expected) < 5 * np.sqrt(draws * 0.25))
+    even = [space.sample(rng, [np.zeros(4)])[0] for _ in range(draws)]  # no weight at all is the same for each
+    assert np.all(np.abs(np.bincount(even, minlength=4) - draws / 4) < 5 * np.sqrt(draws * 0.25))

@@ -65,6 +65,7 @@ def test_new_clients_and_the_prior_work_with_every_method(method: str, tmp_path:
     config = config_of(method, "", partition__new_clients=2, local__prior=True, rounds=2)
     folder = start(config, tmp_path / "run", "cpu", workers=1)
     assert len([r for r in rows(folder) if ",test,new_accuracy," in r]) == 2
+    assert len([r for r in rows(folder) if ",test,personal_accuracy," in r]) == config.clients
 
 
 @pytest.mark.parametrize("policy", ["local", "recalibrate"])

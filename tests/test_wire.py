@@ -62,9 +62,10 @@ def test_everything_lies_in_one_array() -> None:
 
 def test_a_request_and_a_response_survive_the_way() -> None:
     order = Evaluate(1, Task(three(7, 8, 9), (1, 2)), 1, Task(three(1, 1, 1)), True)
-    request = dataclasses.replace(REQUEST, evaluate=order)
+    seat = dataclasses.replace(SEAT, arch=(0, 1))
+    request = dataclasses.replace(REQUEST, seat=seat, evaluate=order)
     again = wire.read_request(unpack(request.pack()), lambda config, shape, classes: SPACE)
-    assert again.seat == SEAT
+    assert again.seat == seat
     assert again.evaluate is not None
     assert again.work is not None
     assert again.evaluate.offer.arch == (1, 2)
@@ -132,6 +133,7 @@ NAN, INFINITE = three(float("nan"), 0, 0), three(0, float("inf"), 0)
         (replaced(facts={"loss": float("nan")}), "'loss'"),
         (replaced(facts={"loss": 1e308}), "'loss'"),
         (replaced(facts={"accuracy": 1.5}), "no accuracy"),
+        (replaced(facts={"accuracy": -0.5}), "no accuracy"),
         (replaced(facts={"note": "x" * 100_000}), "letters"),
         (replaced(facts={str(i): i for i in range(200)}), "200 facts"),
         (replaced(extra={"more": torch.zeros(1 << 19)}), "more than"),
@@ -175,7 +177,7 @@ def test_what_a_network_is_writes_no_rows_of_its_own(facts: dict[str, object]) -
 
 def test_scores_are_between_zero_and_one() -> None:
     request = dataclasses.replace(REQUEST, work=None, evaluate=Evaluate(1, TASK, 0))
-    for scores in ({"val": 1.5}, {"val": float("nan")}, {"train": 0.5}, {"val": 1}):
+    for scores in ({"val": 1.5}, {"val": -0.5}, {"val": float("nan")}, {"train": 0.5}, {"val": 1}):
         with pytest.raises(Refused, match="no accuracy"):
             read(respond(worked=None, evaluated=Evaluated(scores, {}, {})), request)
     with pytest.raises(Refused, match="nobody asked"):
