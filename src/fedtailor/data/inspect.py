@@ -136,6 +136,9 @@ def _look(name: str, listed: Pictures, reading: Reading, say: Say | None) -> Ins
     found.broken = {listed.name(i): why for i, why in sorted(bad.items())}
     found.sizes.update(_size(h.height, h.width) for h in good)
     found.kinds.update(_kind(h) for h in good)
+    if listed.passed:
+        kinds = ", ".join(f"{suffix} ({n:,})" for suffix, n in Counter(listed.passed).most_common(8))
+        found.remarks.append(f"{len(listed.passed)} files are passed over, because pictures are not called so: {kinds}")
     if bad:
         what = "are left out (data.broken = skip)" if reading.broken == "skip" else "stop a run"
         missing = sum(not listed.paths[i].exists() for i in bad)
