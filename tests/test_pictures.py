@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,8 +195,20 @@ def test_a_split_that_a_manifest_does_not_give_is_drawn(photos: Path) -> None:
     partition = make(data, PartitionConfig("natural"), 2, 0)
     assert partition.sizes().tolist() == [[24, 6, 6], [24, 6, 6]]  # a fifth of the 30 not tested on
     said = [row.replace(",train", ",test").replace(",val", ",test") for row in rows]
-    with pytest.raises(UserError, match="north has no training images"):
+    with pytest.raises(UserError, match="north has no train images"):
         make(load(str(write_manifest(photos / "all.csv", *said))), PartitionConfig("natural"), 2, 0)
+
+
+@pytest.mark.parametrize(("given", "lacking"), [("val", "test"), ("test", "val")])
+def test_splits_that_leave_nothing_for_another_are_refused(photos: Path, given: str, lacking: str) -> None:
+    rows = manifest_of(photos, split=False)
+    said = [f"{rows[0]},split", f"{rows[1]},train", *(f"{row},{given if 'north' in row else ''}" for row in rows[2:])]
+    name = str(write_manifest(photos / "all.csv", *said))
+    with pytest.raises(UserError, match=f"north has no {lacking} images.*partition.{lacking} = 0"):
+        make(load(name), PartitionConfig("natural"), 2, 0)
+    without = replace(PartitionConfig("natural"), **{lacking: 0.0})
+    assert make(load(name), without, 2, 0).sizes()[0].sum() == 36
+    assert any(f"north has no {lacking} images" in text for text in inspect(name, labels=False).wrong)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +216,8 @@ def test_a_split_that_a_manifest_does_not_give_is_drawn(photos: Path) -> None:
     [
         (["file,label", "a.png,x"], "no column 'path'"),
         (["path,label"], "lists no pictures"),
+        (["path,label,Label", "a.png,x,y"], "two columns are called 'label'"),
+        (["path,label", "a.png,x", "b.png,cat, black"], "line 3: more cells .*in quotes"),
         (["path,label", "a.png,"], "line 2: the label is empty"),
         (["path,label,split", "a.png,x,training"], "line 2: split 'training'. Allowed are train, val, test"),
         (["path,label,client", "a.png,x,one", "b.png,x,"], "line 3: the client is empty"),

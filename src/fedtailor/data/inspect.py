@@ -16,7 +16,7 @@ from . import cache
 from .dataset import Dataset
 from .files import assemble, target_of
 from .lists import SPLITS, Pictures
-from .partition import PartitionConfig
+from .partition import PartitionConfig, make
 from .pixels import DEEP, Broken, Header, Reading
 from .sources import load, pictures
 from .suspects import Judge, judge
@@ -183,6 +183,11 @@ def _clients(found: Inspection) -> None:
     else:
         shares = f"{1 - rules.val - rules.test:.0%} train, {rules.val:.0%} val, {rules.test:.0%} test"
         found.plan.append(f"every client's pictures are split: {shares} (partition.val, partition.test)")
+    if data.owner is not None and data.split is not None and counts.sum(1).min() >= rules.smallest:
+        try:
+            make(data, replace(rules, name="natural"), len(data.owners), 0)
+        except UserError as error:
+            found.wrong.append(str(error))
     for client, row in zip(found.clients, counts, strict=True):
         if row.sum() < rules.smallest:
             found.wrong.append(

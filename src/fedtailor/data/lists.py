@@ -157,10 +157,18 @@ def _rows(path: Path) -> list[tuple[int, dict[str, str]]]:
                     f"{path}: no column '{missing[0]}' in its first line ({', '.join(heads) or 'which is empty'}). A "
                     "manifest has the columns path and label, and perhaps client and split."
                 )
+            twice = next((column for column in COLUMNS if heads.count(column) > 1), None)
+            if twice:
+                raise UserError(f"{path}: two columns are called '{twice}'. Rename or remove one.")
             reader.fieldnames = heads
-            rows = [
-                (reader.line_num, {key: (row[key] or "").strip() for key in COLUMNS if key in heads}) for row in reader
-            ]
+            rows: list[tuple[int, dict[str, str]]] = []
+            for row in reader:
+                if None in row:
+                    raise UserError(
+                        f"{path}, line {reader.line_num}: more cells than the first line has columns ({len(heads)}). A "
+                        'cell with a comma in it has to stand in quotes: "cat, black".'
+                    )
+                rows.append((reader.line_num, {key: (row[key] or "").strip() for key in COLUMNS if key in heads}))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not a readable CSV file in UTF-8 ({error}).") from error
     if not rows:
