@@ -163,6 +163,7 @@ def make_job(
 
 def _require_size(space: Space) -> None:
     """Raises `UserError` where the space has no network for images of this size."""
+    space.require_choices()
     for arch in (space.largest, space.smallest):
         try:
             with warnings.catch_warnings():
