@@ -220,6 +220,11 @@ def test_dropout_layers_are_the_counter_based_ones():
         ("vit", {"patch": 0}, "patch = 0"),
         ("vit", {"heads": 0}, "heads = 0"),
         ("vit", {"pool": "max"}, "cls, mean"),
+        ("cnn", {"width": 0}, "width = 0"),
+        ("cnn", {"kernel": 0}, "kernel = 0"),
+        ("cnn", {"hidden": -1}, "hidden = -1"),
+        ("cnn", {"dropout": -1.0}, "dropout = -1.0"),
+        ("modular", {"width": -1}, "width = -1"),
     ],
 )
 def test_wrong_options_say_what_is_allowed(name, options, message):

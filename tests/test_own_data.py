@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from PIL import Image
 
 from fedtailor.data import hub
+from fedtailor.data.inspect import inspect
 from fedtailor.data.sources import load
 from fedtailor.errors import UserError
 from test_sources import no_data_folder, random_images  # noqa: F401, used by every test
@@ -99,6 +101,49 @@ def test_folder_of_clients(tmp_path: Path):
     assert data.owner.tolist() == [0, 0, 1]
     assert data.labels.tolist() == [0, 1, 1]
     assert data.shape == (1, 5, 6)
+
+
+def test_links_are_followed(tmp_path: Path):
+    write_images(tmp_path / "store", "cats/1.png", "cats/2.png", "rome/dog/1.png")
+    write_images(tmp_path / "set", "oslo/dog/1.png")
+    (tmp_path / "set" / "oslo" / "cat").symlink_to(tmp_path / "store" / "cats")
+    (tmp_path / "set" / "rome").symlink_to(tmp_path / "store" / "rome")
+    (tmp_path / "set" / "oslo" / "all").symlink_to(tmp_path / "set")  # without end
+    data = load(f"folder:{tmp_path / 'set'}")
+    assert (data.owners, data.classes) == (("oslo", "rome"), ("cat", "dog"))
+    assert data.owner is not None
+    assert list(zip(data.owner.tolist(), data.labels.tolist(), strict=True)) == [(0, 0), (0, 0), (0, 1), (1, 1)]
+
+
+def test_a_link_to_a_picture_that_is_not_there_is_told(tmp_path: Path):
+    write_images(tmp_path, "cat/1.png", "dog/1.png")
+    (tmp_path / "dog" / "2.png").symlink_to("not-fetched.png")
+    with pytest.raises(UserError, match=r"1 of 3 pictures cannot be read: .*dog/2\.png .*No such file"):
+        load(f"folder:{tmp_path}")
+
+
+def test_a_folder_that_cannot_be_listed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_images(tmp_path, "oslo/cat/1.png", "oslo/dog/1.png")
+    true = os.scandir
+
+    def refusing(path: str) -> object:
+        if Path(path).name == "dog":
+            raise PermissionError(13, "Permission denied", str(path))
+        return true(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(UserError, match=r"oslo/dog: .*cannot be listed \(Permission denied\)"):
+        load(f"folder:{tmp_path}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep names as text")
+def test_names_that_are_not_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FEDTAILOR_CACHE", str(tmp_path / "kept"))
+    root = tmp_path / "set"
+    write_images(root, "1/2/3.png", "osl\udcf8/k\udce4t/\udcff.png")
+    data = load(f"folder:{root}")
+    assert (data.owners, data.classes) == (("1", "osl\\xf8"), ("2", "k\\xe4t"))
+    assert inspect(f"folder:{root}").names == ["1/2/3.png", "osl\\xf8/k\\xe4t/\\xff.png"]
 
 
 def test_folder_of_official_splits(tmp_path: Path):

@@ -92,6 +92,55 @@ def test_a_slip_against_the_contract(tmp_path: Path, old: str, new: str, message
         start(small_config(written(tmp_path, old, new), rounds=1), tmp_path / "run", "cpu", 1)
 
 
+SPACE = """
+from dataclasses import dataclass
+from torch import nn
+from fedtailor.registry import register
+from fedtailor.spaces.base import Arch, Dimension, Space
+
+class Net(nn.Module):
+    def __init__(self, space, width, depth):
+        super().__init__()
+        inner = [nn.Linear(64 if i == 0 else width, width) for i in range(depth)]
+        self.body = nn.Sequential(nn.Flatten(), *inner)
+        self.head = nn.Linear(width, space.classes)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+@register("space", "own-space")
+@dataclass(frozen=True)
+class Own(Space):
+    @property
+    def dimensions(self):
+        return (Dimension("width", (8, 16)), Dimension("depth", (1, 2)))
+
+    def build(self, arch):
+        width, depth = [d.options[i] for d, i in zip(self.dimensions, arch)]
+        return Net(self, width, depth)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"depth"', '"width"', "two dimensions are called 'width'"),
+        ("(1, 2)", "()", "dimension 'depth' has no options"),
+        (
+            "super().__init__()",
+            "super().__init__(); setattr(self, f'w{width}', nn.Linear(1, 1))",
+            "not in the supernet",
+        ),
+    ],
+)
+def test_a_slip_in_a_space(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in SPACE
+    (tmp_path / "space.py").write_text(SPACE.replace(old, new, 1))
+    config = small_config("perfedrlnas", space__name=str(tmp_path / "space.py"), rounds=1)
+    with pytest.raises(UserError, match=f"space 'own-space': .*{message}"):
+        start(config, tmp_path / "run", "cpu", 1)
+
+
 def test_numbers_lost_in_the_last_round_are_no_accuracy(tmp_path: Path) -> None:
     """A network of nans answers with the first class whatever it sees, which is often right."""
     method = written(tmp_path, "server.paste(replies)", NAN)

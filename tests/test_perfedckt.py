@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fedtailor.config import Local
 from fedtailor.data.sources import load
@@ -91,6 +92,16 @@ def test_the_rest_is_nobodys(tmp_path: Path) -> None:
     held = {image.tobytes() for image in setup.dataset.images[setup.partition.owner >= 0]}
     assert len(setup.public) == setup.job.public == 100
     assert not any(image.tobytes() in held for image in setup.public)
+
+
+def test_public_pictures_are_read_as_the_clients_are(tmp_path: Path) -> None:
+    for i, size in enumerate(((8, 8), (20, 16), (9, 30))):
+        (tmp_path / "street" / "any").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", size, (90 * i, 0, 0)).save(tmp_path / "street" / "any" / f"{i}.png")
+    reading = {"data__size": 8, "data__colour": "grey", "public__images": 0}
+    setup = prepare(small_config("perfedckt", public__name=f"folder:{tmp_path / 'street'}", **reading))
+    assert setup.public is not None
+    assert setup.public.shape == (3, 8, 8, 1)
 
 
 def test_a_clients_image_is_never_public(tmp_path: Path) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +20,14 @@ from fedtailor.config import load as load_config
 from fedtailor.data import cache
 from fedtailor.data.inspect import inspect
 from fedtailor.data.partition import TEST, TRAIN, VAL, PartitionConfig, make
-from fedtailor.data.pixels import Broken, Reading, Target, decode
+from fedtailor.data.pixels import Broken, Reading, Target, decode, header
 from fedtailor.data.sources import load
 from fedtailor.data.suspects import judge
 from fedtailor.errors import UserError
 from fedtailor.report.inspect import write_inspection
 from fedtailor.runs.execute import prepare
 
+LOSSLESS: dict[str, dict[str, Any]] = {"webp": {"lossless": True, "exact": True}}
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 210)}
 
 
@@ -72,6 +77,30 @@ def test_pictures_are_turned_as_the_camera_says(tmp_path: Path) -> None:
     assert decode(tmp_path / "turned.png", Target(2, 1, 1)).ravel().tolist() == [0, 255]
 
 
+@pytest.mark.parametrize("suffix", ["png", "tif", "webp"])
+def test_a_turned_picture_says_the_size_it_is_read_in(suffix: str, tmp_path: Path) -> None:
+    shown = np.arange(24, dtype=np.uint8).reshape(4, 6)  # as it is to be seen
+    stored = {1: shown, 2: shown[:, ::-1], 3: shown[::-1, ::-1], 4: shown[::-1]}
+    stored |= {5: shown.T, 6: shown.T[::-1], 7: shown.T[::-1, ::-1], 8: shown.T[:, ::-1]}
+    for orientation, pixels in stored.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        path = tmp_path / f"{orientation}.{suffix}"
+        Image.fromarray(np.ascontiguousarray(pixels)).save(path, exif=exif, **LOSSLESS.get(suffix, {}))
+        told = header(path)
+        assert (told.height, told.width) == (4, 6), orientation
+        got = decode(path, Target(4, 6, 1))[:, :, 0]
+        assert np.abs(got.astype(int) - shown).max() <= 1, orientation  # WebP has no grey of its own
+
+
+def test_odd_exif_is_no_reason_to_refuse_a_picture(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 6, "Maker"
+    odd = exif.tobytes().replace(b"\x01\x0f", b"\x01\x29")  # the maker's name is now a page number
+    Image.fromarray(np.array([[0, 255]], np.uint8)).save(tmp_path / "odd.png", exif=odd)
+    assert decode(tmp_path / "odd.png", Target(2, 1, 1)).ravel().tolist() == [0, 255]
+
+
 @pytest.mark.parametrize(("fit", "expected"), [("crop", [0, 255]), ("squash", [64, 191]), ("pad", [0, 0])])
 def test_other_proportions(fit: str, expected: list[int], tmp_path: Path) -> None:
     strip = np.repeat(np.array([0, 0, 255, 255], np.uint8), 4)[None].repeat(4, 0)  # 16 wide, 4 high
@@ -86,6 +115,9 @@ def test_palette_and_alpha_are_colour(tmp_path: Path) -> None:
     assert decode(tmp_path / "alpha.png", Target(4, 4, 3)).tolist() == np.full((4, 4, 3), 200).tolist()
     Image.fromarray(np.full((4, 4, 3), 200, np.uint8)).convert("P").save(tmp_path / "palette.png")
     assert decode(tmp_path / "palette.png", Target(4, 4, 3)).shape == (4, 4, 3)
+    seen = Image.fromarray(np.full((4, 4, 3), 200, np.uint8)).convert("P")
+    seen.save(tmp_path / "see-through.png", transparency=bytes(range(256)))  # Pillow warns of these
+    assert decode(tmp_path / "see-through.png", Target(4, 4, 3)).shape == (4, 4, 3)
     with pytest.raises(Broken, match="No such file"):
         decode(tmp_path / "none.png", Target(4, 4, 3))
 
@@ -163,8 +195,20 @@ def test_a_split_that_a_manifest_does_not_give_is_drawn(photos: Path) -> None:
     partition = make(data, PartitionConfig("natural"), 2, 0)
     assert partition.sizes().tolist() == [[24, 6, 6], [24, 6, 6]]  # a fifth of the 30 not tested on
     said = [row.replace(",train", ",test").replace(",val", ",test") for row in rows]
-    with pytest.raises(UserError, match="north has no training images"):
+    with pytest.raises(UserError, match="north has no train images"):
         make(load(str(write_manifest(photos / "all.csv", *said))), PartitionConfig("natural"), 2, 0)
+
+
+@pytest.mark.parametrize(("given", "lacking"), [("val", "test"), ("test", "val")])
+def test_splits_that_leave_nothing_for_another_are_refused(photos: Path, given: str, lacking: str) -> None:
+    rows = manifest_of(photos, split=False)
+    said = [f"{rows[0]},split", f"{rows[1]},train", *(f"{row},{given if 'north' in row else ''}" for row in rows[2:])]
+    name = str(write_manifest(photos / "all.csv", *said))
+    with pytest.raises(UserError, match=f"north has no {lacking} images.*partition.{lacking} = 0"):
+        make(load(name), PartitionConfig("natural"), 2, 0)
+    without = replace(PartitionConfig("natural"), **{lacking: 0.0})
+    assert make(load(name), without, 2, 0).sizes()[0].sum() == 36
+    assert any(f"north has no {lacking} images" in text for text in inspect(name, labels=False).wrong)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +216,8 @@ def test_a_split_that_a_manifest_does_not_give_is_drawn(photos: Path) -> None:
     [
         (["file,label", "a.png,x"], "no column 'path'"),
         (["path,label"], "lists no pictures"),
+        (["path,label,Label", "a.png,x,y"], "two columns are called 'label'"),
+        (["path,label", "a.png,x", "b.png,cat, black"], "line 3: more cells .*in quotes"),
         (["path,label", "a.png,"], "line 2: the label is empty"),
         (["path,label,split", "a.png,x,training"], "line 2: split 'training'. Allowed are train, val, test"),
         (["path,label,client", "a.png,x,one", "b.png,x,"], "line 3: the client is empty"),
@@ -223,6 +269,44 @@ def test_pictures_are_decoded_once(photos: Path, tmp_path: Path, monkeypatch: py
         block.write_bytes(bytes(data))
     load(f"folder:{photos}")
     assert len(decoded) == 72  # damaged blocks are made anew
+
+
+def test_a_picture_that_could_not_be_read_is_tried_again(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDTAILOR_CACHE", str(tmp_path / "kept"))
+    asked: list[str] = []
+
+    def failing(true: Callable[..., Any], path: Path, *more: Any) -> Any:
+        asked.append(f"{path.parent.parent.name}/{path.parent.name}/{path.name}")
+        if away and asked[-1] == "south/blue/3.tif":
+            raise Broken("Stale file handle")
+        return true(path, *more)
+
+    for name in ("header", "decode"):
+        monkeypatch.setattr(cache, name, partial(failing, getattr(cache, name)))
+    away = True
+    for reading in (Reading(), Reading(target=Target(12, 12, 3))):
+        with pytest.raises(UserError, match=r"1 of 72 pictures cannot be read.*Stale file handle"):
+            load(f"folder:{photos}", reading=reading)
+    away = False
+    asked.clear()
+    assert len(load(f"folder:{photos}")) == 72
+    assert asked == ["south/blue/3.tif"] * 2  # its header and its pixels; the others were kept
+    asked.clear()
+    assert len(load(f"folder:{photos}")) == 72
+    assert asked == []
+
+
+def test_a_changed_file_of_the_same_age_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDTAILOR_CACHE", str(tmp_path / "kept"))
+    hashes = set()
+    for seed in (1, 2):  # as from an archive that gives every file one time
+        for colour in COLOURS:
+            paint(tmp_path / "photos" / colour / "0.bmp", colour, seed)
+            os.utime(tmp_path / "photos" / colour / "0.bmp", (0, 0))
+        hashes.add(load(f"folder:{tmp_path / 'photos'}").hash)
+    assert len(hashes) == 2
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +363,14 @@ def test_inspect_sees_leaks_between_given_splits(photos: Path) -> None:
     path = write_manifest(photos / "all.csv", *rows, "north/red/again.png,red,north,train")
     wrong = inspect(str(path), labels=False).wrong
     assert wrong == ["1 pictures lie in several splits: what is tested was trained on"]
+
+
+def test_inspect_tells_of_files_that_are_passed_over(photos: Path) -> None:
+    (photos / "north" / "red" / "moving.GIF").touch()
+    (photos / "north" / "red" / "notes.txt").touch()
+    (remark,) = inspect(f"folder:{photos}", labels=False).remarks
+    assert remark.startswith("2 files are passed over")
+    assert remark.endswith(".gif (1), .txt (1)")
 
 
 def test_the_judge_knows_its_limits() -> None:

@@ -197,6 +197,12 @@ def test_user_strings_are_escaped(tmp_path: Path) -> None:
         assert "&lt;script&gt;" in written
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep names as text")
+def test_a_folder_whose_name_is_not_text(tmp_path: Path) -> None:
+    page = write_report(realistic(tmp_path / "b\udcff", 12, 8))
+    assert "b\\udcff" in page.read_text(encoding="utf-8")
+
+
 def test_comparison_page(tmp_path: Path) -> None:
     runs = [
         realistic(tmp_path / f"{m}{s}", 12, 8, seed=s, method=m, lift=up)

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -137,6 +138,19 @@ def test_command_line(tmp_path: Path):
     with pytest.raises(UserError, match="data set changed"):
         run("show", out, "--data", f"npz:{tmp_path / 'own.npz'}")
     assert "clients    3" in run("make", "--data", f"npz:{tmp_path / 'own.npz'}", "--name", "natural")
+
+
+def test_pictures_are_read_as_the_options_say(tmp_path: Path):
+    for i in range(12):
+        (tmp_path / "set" / f"{i % 2}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (6 + i % 3, 5), (20 * i, 0, 0)).save(tmp_path / "set" / f"{i % 2}" / f"{i}.png")
+    (tmp_path / "set" / "0" / "broken.png").touch()
+    data = ["--data", f"folder:{tmp_path / 'set'}"]
+    read = ["--size", 4, "--fit", "pad", "--colour", "grey", "--skip-broken"]
+    run("make", *data, *read, "--clients", 1, "--out", tmp_path / "p.npz")
+    assert Partition.load(tmp_path / "p.npz").hash in run("show", tmp_path / "p.npz", *data, *read)
+    with pytest.raises(UserError, match="data set changed"):
+        run("show", tmp_path / "p.npz", *data, "--size", 4, "--skip-broken")
 
 
 def test_command_line_refuses_bad_files(tmp_path: Path):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..data.inspect import Inspection
+    from ..data.pixels import Reading
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Look at data before anything runs.")
 
@@ -29,6 +30,20 @@ class Colour(StrEnum):
     colour = "colour"
 
 
+# the options of [data] by which picture files are read
+Size = Annotated[int, typer.Option(min=0, help="Make pictures this high and wide, as data.size does.")]
+FitOption = Annotated[Fit, typer.Option("--fit", help="What happens to other proportions, as data.fit.")]
+ColourOption = Annotated[Colour, typer.Option("--colour", help="As data.colour.")]
+Skip = Annotated[bool, typer.Option("--skip-broken", help="As data.broken = skip.")]
+
+
+def reading_of(size: int, fit: Fit, colour: Colour, skip: bool) -> Reading:
+    """How pictures are to be read."""
+    from ..data.pixels import Reading
+
+    return Reading(size, fit.value, colour.value, "skip" if skip else "stop")
+
+
 @app.callback()
 def data() -> None:
     """Look at data before anything runs."""
@@ -38,10 +53,10 @@ def data() -> None:
 def inspect(
     source: Annotated[str, typer.Argument(help="folder:DIR, npz:FILE, FILE.csv, or any name of 'list data'.")],
     data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Folder that holds downloaded data.")] = None,
-    size: Annotated[int, typer.Option(min=0, help="Make pictures this high and wide, as data.size does.")] = 0,
-    fit: Annotated[Fit, typer.Option(help="What happens to other proportions, as data.fit.")] = Fit.crop,
-    colour: Annotated[Colour, typer.Option(help="As data.colour.")] = Colour.auto,
-    skip: Annotated[bool, typer.Option("--skip-broken", help="As data.broken = skip.")] = False,
+    size: Size = 0,
+    fit: FitOption = Fit.crop,
+    colour: ColourOption = Colour.auto,
+    skip: Skip = False,
     labels: Annotated[bool, typer.Option(help="Look for labels that are probably wrong.")] = True,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with sample pictures.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -59,13 +74,11 @@ def inspect(
     from rich.console import Console
 
     from ..data.inspect import inspect as look
-    from ..data.pixels import Reading
 
     console = Console()
     say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
-    reading = Reading(size, fit.value, colour.value, "skip" if skip else "stop")
     name = f"folder:{source}" if ":" not in source and Path(source).is_dir() else source
-    found = look(name, data_dir, reading, labels, None if json else say)
+    found = look(name, data_dir, reading_of(size, fit, colour, skip), labels, None if json else say)
     if json:
         typer.echo(json_module.dumps(found.as_json(), indent=1))
     else:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .data import Colour, ColourOption, Fit, FitOption, Size, Skip, reading_of
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -44,7 +46,10 @@ def make(
     test: Annotated[float, typer.Option(help="Share of a client's images for testing.")] = 0.2,
     new_clients: Annotated[int, typer.Option(help="Extra clients held out of training.")] = 0,
     pool: Annotated[str, typer.Option(help="'all': official train and test images; 'train': train only.")] = "all",
-    size: Annotated[int, typer.Option(min=0, help="Pixels that picture files are made high and wide.")] = 0,
+    size: Size = 0,
+    fit: FitOption = Fit.crop,
+    colour: ColourOption = Colour.auto,
+    skip: Skip = False,
     seed: Annotated[int, typer.Option(help="Another seed, another deal.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Save the partition here (.npz).")] = None,
     svg: Annotated[Path | None, typer.Option(help="Save the class by client picture here (.svg).")] = None,
@@ -64,7 +69,6 @@ def make(
     from ..data.partition import PartitionConfig
     from ..data.partition import make as deal
     from ..data.picture import class_by_client_svg
-    from ..data.pixels import Reading
     from ..data.sources import load
     from ..errors import UserError
 
@@ -75,7 +79,7 @@ def make(
             raise UserError(f"{file}: there is no folder {file.parent}. Create it first.")
     if out and out.suffix != ".npz":
         raise UserError(f"--out {out}: a partition file ends in .npz.")
-    dataset = load(data, data_dir, Reading(size=size))
+    dataset = load(data, data_dir, reading_of(size, fit, colour, skip))
     if clients == 0:
         clients = len(dataset.owners) - new_clients if name == "natural" and dataset.owners else 10
     config = PartitionConfig(name, alpha, classes, samples, min_samples, val, test, pool, new_clients)
@@ -98,6 +102,10 @@ def show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A partition saved by 'fedtailor partition make'.")],
     data: Annotated[str, typer.Option("--data", help="Data set it was made for, to see the classes too.")] = "",
     data_dir: DataDir = None,
+    size: Size = 0,
+    fit: FitOption = Fit.crop,
+    colour: ColourOption = Colour.auto,
+    skip: Skip = False,
 ) -> None:
     """Show what a saved partition deals to whom, its hash, and what made it.
 
@@ -111,7 +119,7 @@ def show(
     from ..data.sources import load
 
     partition = Partition.load(file)
-    dataset = load(data, data_dir) if data else None
+    dataset = load(data, data_dir, reading_of(size, fit, colour, skip)) if data else None
     if dataset:
         partition.require(dataset)
     _describe(Console(), partition, dataset)

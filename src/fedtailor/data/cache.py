@@ -1,7 +1,8 @@
 """Pictures decoded once: blocks of uint8 arrays on disk, each named by what it was made from.
 
 A block is known by its files' paths, sizes and times of change and by what pictures are made into. So a decoding that
-was stopped goes on where it was, a changed file is read again, and a damaged block is made anew.
+was stopped goes on where it was, a changed file is read again, and a damaged block is made anew. A picture that could
+not be read is tried again: a disk or a right may have been the cause.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from ..cached import read_cached, write_cached
 from .pixels import Broken, Header, Target, decode, header
 
-FORMAT = 2  # of a block, and of the rules by which a file becomes pixels
+FORMAT = 3  # of a block, and of the rules by which a file becomes pixels
 BLOCK = 256
 Say = Callable[[str], None]
 
@@ -41,13 +42,14 @@ def headers(paths: Sequence[Path], say: Say | None = None) -> list[Header | Brok
         for block in _blocks(paths):
             key = _key("headers", block)
             kept = _read(key)
-            if kept is None:
-                part = list(pool.map(read, block))
-                told = [[h.height, h.width, h.mode] if isinstance(h, Header) else str(h) for h in part]
+            told = json.loads(kept["headers"].tobytes()) if kept else [None] * len(block)
+            missing = [i for i, entry in enumerate(told) if entry is None]
+            part: list[Header | Broken] = [Header(*entry) if entry else Broken() for entry in told]
+            for i, answer in zip(missing, pool.map(read, [block[i] for i in missing]), strict=True):
+                part[i] = answer
+            if any(isinstance(part[i], Header) for i in missing):
+                told = [[h.height, h.width, h.mode] if isinstance(h, Header) else None for h in part]
                 _write(key, {"headers": np.frombuffer(json.dumps(told).encode(), np.uint8)})
-            else:
-                told = json.loads(kept["headers"].tobytes())
-                part = [Broken(entry) if isinstance(entry, str) else Header(*entry) for entry in told]
             found += part
             progress.add(len(block))
     return found
@@ -70,17 +72,18 @@ def pixels(paths: Sequence[Path], target: Target, say: Say | None = None) -> tup
             key = _key(f"pixels {astuple(target)}", block)
             kept = _read(key)
             part = images[at : at + len(block)]
-            if kept is None or kept["images"].shape != part.shape:
-                bad: dict[int, str] = {}
-                for i, found in enumerate(pool.map(read, block)):
-                    if isinstance(found, Broken):
-                        bad[i] = str(found)
-                    else:
-                        part[i] = found
-                _write(key, {"images": part, "broken": np.frombuffer(json.dumps(bad).encode(), np.uint8)})
-            else:
+            missing = list(range(len(block)))
+            if kept is not None and kept["images"].shape == part.shape:
                 part[:] = kept["images"]
-                bad = {int(i): why for i, why in json.loads(kept["broken"].tobytes()).items()}
+                missing = kept["missing"].tolist()
+            bad: dict[int, str] = {}
+            for i, found in zip(missing, pool.map(read, [block[i] for i in missing]), strict=True):
+                if isinstance(found, Broken):
+                    bad[i] = str(found)
+                else:
+                    part[i] = found
+            if len(bad) < len(missing):
+                _write(key, {"images": part, "missing": np.array(list(bad), np.int64)})
             broken |= {at + i: why for i, why in bad.items()}
             at += len(block)
             progress.add(len(block))
@@ -101,10 +104,11 @@ def _key(what: str, paths: Sequence[Path]) -> str:
     for path in paths:
         try:
             told = path.stat()
-            state = f"{told.st_size} {told.st_mtime_ns}"
+            # the second time moves with rights and renames too, and with a copy that keeps the first
+            state = f"{told.st_size} {told.st_mtime_ns} {told.st_ctime_ns}"
         except OSError:
             state = "missing"
-        digest.update(f"\0{path.absolute()}\0{state}".encode())
+        digest.update(b"\0" + os.fsencode(path.absolute()) + f"\0{state}".encode())
     return digest.hexdigest()
 
 

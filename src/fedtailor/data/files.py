@@ -99,7 +99,8 @@ def target_of(listed: Pictures, headers: Sequence[Header], reading: Reading) -> 
         if (h.height, h.width) != (first.height, first.width):
             raise UserError(
                 f"{listed.paths[0]} is {first.width}x{first.height} and {listed.paths[i]} is {h.width}x{h.height}. All "
-                "images need one size: let fedtailor resize them with data.size, for example --set data.size=32."
+                "images need one size: let fedtailor resize them with data.size, for example --set data.size=32 "
+                "(--size 32 where a command has no --set)."
             )
     return Target(first.height, first.width, channels, reading.fit)
 
@@ -113,7 +114,7 @@ def _without(listed: Pictures, bad: dict[int, str], reading: Reading, say: Say |
     if reading.broken == "stop":
         raise UserError(
             f"{len(bad)} of {len(listed)} pictures cannot be read: {', '.join(named)}{more}. Repair or remove them, or "
-            "leave them out with --set data.broken=skip."
+            "leave them out with --set data.broken=skip (--skip-broken where a command has no --set)."
         )
     if len(bad) == len(listed):
         raise UserError(f"none of the {len(listed)} pictures can be read: {named[0]}{more}.")

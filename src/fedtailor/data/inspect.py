@@ -16,7 +16,7 @@ from . import cache
 from .dataset import Dataset
 from .files import assemble, target_of
 from .lists import SPLITS, Pictures
-from .partition import PartitionConfig
+from .partition import PartitionConfig, make
 from .pixels import DEEP, Broken, Header, Reading
 from .sources import load, pictures
 from .suspects import Judge, judge
@@ -136,6 +136,9 @@ def _look(name: str, listed: Pictures, reading: Reading, say: Say | None) -> Ins
     found.broken = {listed.name(i): why for i, why in sorted(bad.items())}
     found.sizes.update(_size(h.height, h.width) for h in good)
     found.kinds.update(_kind(h) for h in good)
+    if listed.passed:
+        kinds = ", ".join(f"{suffix} ({n:,})" for suffix, n in Counter(listed.passed).most_common(8))
+        found.remarks.append(f"{len(listed.passed)} files are passed over, because pictures are not called so: {kinds}")
     if bad:
         what = "are left out (data.broken = skip)" if reading.broken == "skip" else "stop a run"
         missing = sum(not listed.paths[i].exists() for i in bad)
@@ -180,6 +183,11 @@ def _clients(found: Inspection) -> None:
     else:
         shares = f"{1 - rules.val - rules.test:.0%} train, {rules.val:.0%} val, {rules.test:.0%} test"
         found.plan.append(f"every client's pictures are split: {shares} (partition.val, partition.test)")
+    if data.owner is not None and data.split is not None and counts.sum(1).min() >= rules.smallest:
+        try:
+            make(data, replace(rules, name="natural"), len(data.owners), 0)
+        except UserError as error:
+            found.wrong.append(str(error))
     for client, row in zip(found.clients, counts, strict=True):
         if row.sum() < rules.smallest:
             found.wrong.append(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -26,6 +28,7 @@ class Pictures:
     clients: tuple[str, ...] = ()
     splits: tuple[str, ...] = ()  # train, val, test, or empty text: not said
     manifest: bool = False
+    passed: tuple[str, ...] = ()  # suffixes of the folder's other files, which are no pictures
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -33,7 +36,7 @@ class Pictures:
     def name(self, i: int) -> str:
         """The picture's path as a reader would say it."""
         path = self.paths[i]
-        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
+        return _said(str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path))
 
     def at(self, places: Sequence[int]) -> Pictures:
         """Some of them."""
@@ -50,21 +53,49 @@ class Pictures:
 def in_folder(root: Path) -> Pictures:
     """DIR/class/image or DIR/client/class/image, in sorted order. Where the clients would be called train and test,
     they are the official splits instead."""
-    paths = _tree(root)
+    files = _walk(root)
+    paths = _ordered(root, [path for path in files if path.suffix.lower() in SUFFIXES])
+    passed = tuple(sorted(path.suffix.lower() or path.name for path in files if path.suffix.lower() not in SUFFIXES))
     parts = [path.relative_to(root).parts for path in paths]
-    labels = tuple(part[-2] for part in parts)
-    tops = tuple(part[0] for part in parts) if len(parts[0]) == 3 else ()
+    labels = tuple(_said(part[-2]) for part in parts)
+    tops = tuple(_said(part[0]) for part in parts) if len(parts[0]) == 3 else ()
     if set(tops) == {"train", "test"}:
-        return Pictures(root, tuple(paths), labels, splits=tops)
-    return Pictures(root, tuple(paths), labels, clients=tops)
+        return Pictures(root, tuple(paths), labels, splits=tops, passed=passed)
+    return Pictures(root, tuple(paths), labels, clients=tops, passed=passed)
 
 
-def _tree(root: Path) -> list[Path]:
+def _said(name: str) -> str:
+    """The name of a file for pages and files in UTF-8: bytes of it that are not become their numbers."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _walk(root: Path) -> list[Path]:
+    """The files below a folder, none hidden. Links to folders are followed, and a link that leads nowhere is a file:
+    one that cannot be read, which is told."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise UserError(f"{error.filename}: its files cannot be listed ({error.strerror}).")
+
     if not root.is_dir():
         raise UserError(f"{root}: there is no such folder.")
-    seen = [path for path in root.rglob("*") if not any(p.startswith(".") for p in path.relative_to(root).parts)]
-    paths = [path for path in seen if path.suffix.lower() in SUFFIXES and path.is_file()]
-    paths.sort(key=lambda path: path.relative_to(root).parts)
+    found: list[Path] = []
+    for at, folders, files in os.walk(root, onerror=refuse, followlinks=True):
+        here = Path(at)
+        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(here, name)]
+        paths = [here / name for name in files if not name.startswith(".")]
+        found += [path for path in paths if path.is_file() or path.is_symlink()]
+    return found
+
+
+def _leads_back(here: Path, name: str) -> bool:
+    """Whether a folder is a link to one that it lies in, so that following it would not end."""
+    path = here / name
+    return path.is_symlink() and here.resolve().is_relative_to(path.resolve())
+
+
+def _ordered(root: Path, paths: list[Path]) -> list[Path]:
+    """The pictures in the order of their names, where they lie as they should."""
+    paths = sorted(paths, key=lambda path: path.relative_to(root).parts)
     if not paths:
         raise UserError(f"{root}: no images. Expected {root}/class/image.png or {root}/client/class/image.png.")
     depths: dict[int, Path] = {}
@@ -79,7 +110,8 @@ def _tree(root: Path) -> list[Path]:
     if depths.keys() - {2, 3}:
         raise UserError(f"{root}: '{paths[0].relative_to(root)}' is neither class/image nor client/class/image.")
     tops = {path.relative_to(root).parts[0] for path in paths}
-    empty = sorted(path.name for path in seen if path.parent == root and path.is_dir() and path.name not in tops)
+    folders = (path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    empty = sorted(set(folders) - tops)
     if empty:
         raise UserError(f"{root / empty[0]}: holds no images. Fill it or remove it.")
     return paths
@@ -125,10 +157,18 @@ def _rows(path: Path) -> list[tuple[int, dict[str, str]]]:
                     f"{path}: no column '{missing[0]}' in its first line ({', '.join(heads) or 'which is empty'}). A "
                     "manifest has the columns path and label, and perhaps client and split."
                 )
+            twice = next((column for column in COLUMNS if heads.count(column) > 1), None)
+            if twice:
+                raise UserError(f"{path}: two columns are called '{twice}'. Rename or remove one.")
             reader.fieldnames = heads
-            rows = [
-                (reader.line_num, {key: (row[key] or "").strip() for key in COLUMNS if key in heads}) for row in reader
-            ]
+            rows: list[tuple[int, dict[str, str]]] = []
+            for row in reader:
+                if None in row:
+                    raise UserError(
+                        f"{path}, line {reader.line_num}: more cells than the first line has columns ({len(heads)}). A "
+                        'cell with a comma in it has to stand in quotes: "cat, black".'
+                    )
+                rows.append((reader.line_num, {key: (row[key] or "").strip() for key in COLUMNS if key in heads}))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not a readable CSV file in UTF-8 ({error}).") from error
     if not rows:

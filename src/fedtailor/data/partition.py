@@ -226,7 +226,7 @@ def make(dataset: Dataset, config: PartitionConfig, clients: int, seed: int) -> 
     owner = np.full(len(dataset), -1, np.int32)
     owner[pool] = dealt
     split = rules.split(owner, dataset.labels, total, config, seed, dataset.split)
-    _require_training(owner, split, names)
+    _require_splits(owner, split, names, config)
     recipe = {"data": dataset.name, **asdict(config), "clients": clients, "seed": seed}
     for option, used_by in (("alpha", "dirichlet"), ("classes", "label-skew")):
         if not config.name.startswith(used_by):
@@ -246,11 +246,21 @@ def _saved(dataset: Dataset, config: PartitionConfig, clients: int) -> Partition
     return partition
 
 
-def _require_training(owner: np.ndarray, split: np.ndarray, names: tuple[str, ...]) -> None:
-    """A manifest can put all of a client's images into val and test."""
-    for client, name in enumerate(names):
-        if not ((owner == client) & (split == TRAIN)).any():
-            raise UserError(f"{name} has no training images: the data puts all of its images into val and test.")
+def _require_splits(owner: np.ndarray, split: np.ndarray, names: tuple[str, ...], config: PartitionConfig) -> None:
+    """A manifest can put so many of a client's images into some splits that nothing is left for another."""
+    for which, needed, advice in (
+        (TRAIN, True, ""),
+        (VAL, config.val > 0, ", or do without: partition.val = 0"),
+        (TEST, config.test > 0, ", or do without: partition.test = 0"),
+    ):
+        lacking = (
+            [name for i, name in enumerate(names) if not ((owner == i) & (split == which)).any()] if needed else []
+        )
+        if lacking:
+            raise UserError(
+                f"{lacking[0]} has no {SPLITS[which]} images: the splits that the data gives leave none for it. Name "
+                f"some of its images {SPLITS[which]}{advice}."
+            )
 
 
 def _require_enough(dealt: np.ndarray, names: tuple[str, ...], config: PartitionConfig) -> None:

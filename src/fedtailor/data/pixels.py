@@ -6,6 +6,7 @@ Needs NumPy and Pillow alone. Pictures are turned as their camera says (EXIF), 1
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,6 +21,7 @@ GREY = {"1", "L", "LA"}
 DEEP = {"I", "I;16", "I;16B", "I;16L", "I;16N"}  # 16 bits of grey; Pillow calls some of them 32-bit
 COLOUR = {"RGB", "RGBA", "RGBX", "P", "PA", "CMYK", "YCbCr", "LAB", "HSV"}
 Fit = Literal["crop", "squash", "pad"]
+ORIENTATION, WIDTH, HEIGHT = 0x0112, 0x0100, 0x0101  # tags of EXIF
 
 
 @dataclass(frozen=True)
@@ -64,24 +66,47 @@ def header(path: Path) -> Header:
     """Size and kind of a picture; raises `Broken`."""
     from PIL import Image
 
-    with _reading(), Image.open(path) as image:
+    with _reading(), path.open("rb") as file, Image.open(file) as image:
         width, height = image.size
-        if image.getexif().get(0x0112) in (5, 6, 7, 8):  # turned by a quarter
+        exif = image.getexif()
+        if image.format == "TIFF":  # some of Pillow's versions tell the size of the turned picture
+            width, height = int(exif[WIDTH]), int(exif[HEIGHT])
+        if exif.get(ORIENTATION) in (5, 6, 7, 8):  # turned by a quarter
             width, height = height, width
         return Header(height, width, _known(image.mode))
 
 
 def decode(path: Path, target: Target) -> np.ndarray:
     """The picture as uint8 [height, width, channels]; raises `Broken`."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
-    with _reading(), Image.open(path) as opened:
+    # not by its name: Pillow would map the file into memory, and scramble the rows of a grey TIFF that is to be turned
+    with _reading(), path.open("rb") as file, Image.open(file) as opened:
         mode = _known(opened.mode)
-        image = ImageOps.exif_transpose(opened)
+        image = _turned(opened)
+        image.info.pop("transparency", None)  # goes with the alpha; Pillow would warn of it
         if mode in DEEP:
             image = _eight_bits(image)
         image = _fitted(image.convert("L" if target.channels == 1 else "RGB"), target)
         return np.asarray(image, np.uint8).reshape(target.height, target.width, target.channels)
+
+
+def _turned(image: Image) -> Image:
+    """As the camera says. Pillow's own function writes EXIF anew as well, and fails where that is odd."""
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    image.load()  # turns a TIFF, which then does not ask for it any more
+    turn = turns.get(image.getexif().get(ORIENTATION, 1))
+    return image if turn is None else image.transpose(turn)
 
 
 def _known(mode: str) -> str:
@@ -118,8 +143,10 @@ class _reading:  # noqa: N801 - used as a statement
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
 
-        known = (OSError, ValueError, SyntaxError, EOFError, IndexError, OverflowError, Image.DecompressionBombError)
-        if isinstance(error, known):
+        if isinstance(error, UnidentifiedImageError):
+            raise Broken("not a picture of a known kind") from error
+        known = (OSError, ValueError, SyntaxError, EOFError, IndexError, OverflowError, struct.error)
+        if isinstance(error, (*known, Image.DecompressionBombError)):
             raise Broken(str(error) or type(error).__name__) from error

@@ -16,6 +16,7 @@ from .batches import Split
 from .dataset import Dataset
 from .federation import Store
 from .partition import Partition
+from .pixels import Reading
 from .sources import load
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 REST = "rest"
 
 
-def public_images(wanted: Public, data: Dataset, deal: Partition, folder: Path | None, seed: int) -> np.ndarray | None:
-    """The images of the public set, uint8 [N, H, W, C]; None where the config asks for none."""
+def public_images(
+    wanted: Public, data: Dataset, deal: Partition, folder: Path | None, reading: Reading, seed: int
+) -> np.ndarray | None:
+    """The images of the public set, uint8 [N, H, W, C]; None where the config asks for none. Picture files are read as
+    the clients' are."""
     if not wanted.name:
         return None
     held = _prints(data.images[deal.owner >= 0])
@@ -35,7 +39,7 @@ def public_images(wanted: Public, data: Dataset, deal: Partition, folder: Path |
             raise UserError("public.name = 'rest': the partition deals every image. Lower partition.samples.")
         found = found[~np.isin(_prints(found), held)]  # sets hold a few images twice
     else:
-        found = load(wanted.name, folder).images
+        found = load(wanted.name, folder, reading).images
         if found.shape[1:] != data.images.shape[1:]:
             raise UserError(
                 f"public.name = '{wanted.name}': its images have shape {found.shape[1:]}, the clients' have "
@@ -50,13 +54,13 @@ def public_images(wanted: Public, data: Dataset, deal: Partition, folder: Path |
 
 
 def given_images(
-    wanted: Public, folder: Path | None, seed: int, dealt: Callable[[], tuple[Dataset, Partition]]
+    wanted: Public, folder: Path | None, reading: Reading, seed: int, dealt: Callable[[], tuple[Dataset, Partition]]
 ) -> np.ndarray | None:
     """The same for who has no client's images: clients look whether their own are among them. The run's data and its
     partition are asked for only where the set is their rest."""
     if wanted.name == REST:
-        return public_images(wanted, *dealt(), folder, seed)
-    return _chosen(wanted, load(wanted.name, folder).images, seed) if wanted.name else None
+        return public_images(wanted, *dealt(), folder, reading, seed)
+    return _chosen(wanted, load(wanted.name, folder, reading).images, seed) if wanted.name else None
 
 
 def require_foreign(images: np.ndarray, own: np.ndarray) -> None:

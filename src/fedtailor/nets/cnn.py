@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..registry import register
 from ..spaces.layers import Dropout, norm_layer
 from .base import FixedNet
-from .blocks import one_of
+from .blocks import at_least, one_of, rate
 
 Norm = Literal["none", "batch", "group"]
 
@@ -62,6 +62,8 @@ class CNN(FixedNet):
 
     def __post_init__(self) -> None:
         one_of(self.name, "norm", self.norm, ("none", "batch", "group"))
+        at_least(self.name, 1, width=self.width, kernel=self.kernel, hidden=self.hidden)
+        rate(self.name, dropout=self.dropout)
 
     def module(self) -> nn.Module:
         return _CNN(self.input, self.classes, self.width, self.kernel, self.hidden, self.dropout, self.norm)

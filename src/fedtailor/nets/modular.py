@@ -84,6 +84,7 @@ class Modular(FixedNet):
     units: int = 2  # modules of a layer
 
     def __post_init__(self) -> None:
+        at_least(self.name, 0, width=self.width)
         at_least(self.name, 1, units=self.units, kernel=self.kernel, hidden=min(self.hidden, default=0))
 
     def module(self) -> nn.Module:

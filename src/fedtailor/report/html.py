@@ -58,7 +58,7 @@ def write_page(template: str, page: dict[str, Any], out: Path) -> Path:
         raise UserError(f"{out} is a folder. Give the name of the HTML file to write, such as {out / 'report.html'}.")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a file's name may be any bytes
     partial.replace(out)  # a reader never sees half a page
     return out
 

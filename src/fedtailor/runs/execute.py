@@ -137,7 +137,7 @@ def prepare(config: Config, saved: Path | None = None, say: Say | None = None) -
     else:
         partition = partitions.make(dataset, config.make_partition(), config.clients, config.seed)
     samples = [len(partition.indices(i, TRAIN)) for i in range(partition.clients + partition.new_clients)]
-    public = public_images(config.public, dataset, partition, folder, config.seed)
+    public = public_images(config.public, dataset, partition, folder, config.data.reading, config.seed)
     job, fleet = make_job(config, partition.names, samples, dataset.shape, len(dataset.classes))
     job = replace(job, clients=partition.clients, public=0 if public is None else len(public))
     method.check(job)
@@ -163,6 +163,7 @@ def make_job(
 
 def _require_size(space: Space) -> None:
     """Raises `UserError` where the space has no network for images of this size."""
+    space.require_choices()
     for arch in (space.largest, space.smallest):
         try:
             with warnings.catch_warnings():

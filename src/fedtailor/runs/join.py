@@ -252,7 +252,7 @@ def _public(folder: Path, config: Config, partition: Partition) -> np.ndarray | 
             raise UserError(f"{folder}: its public set was the rest of its data, which is not what it was any more.")
         return data, partition
 
-    return given_images(config.public, where, config.seed, dealt)
+    return given_images(config.public, where, config.data.reading, config.seed, dealt)
 
 
 def _normalised_as(before: Before) -> str:

@@ -109,7 +109,7 @@ def public_set(config: Config) -> Tensor | None:
         data = load_data(config.data.name, folder, config.data.reading)
         return data, partitions.make(data, config.make_partition(), config.clients, config.seed)
 
-    images = given_images(config.public, folder, config.seed, dealt)
+    images = given_images(config.public, folder, config.data.reading, config.seed, dealt)
     return None if images is None else torch.from_numpy(np.ascontiguousarray(images))
 
 

@@ -125,6 +125,15 @@ class Space(ABC):
     def smallest(self) -> Arch:
         return (0,) * len(self.dimensions)
 
+    def require_choices(self) -> None:
+        """Raises a UserError where a dimension has no options, or two have one name: `options` would hold one."""
+        names = [d.name for d in self.dimensions]
+        for d in self.dimensions:
+            if not d.options:
+                raise UserError(f"space '{self.name}': dimension '{d.name}' has no options. Give it one at least.")
+            if names.count(d.name) > 1:
+                raise UserError(f"space '{self.name}': two dimensions are called '{d.name}'. Every one needs its own.")
+
     @cached_property
     def size(self) -> int:
         """How many archs there are."""
@@ -308,8 +317,9 @@ class Space(ABC):
             full_name = f"{prefix}.{name}" if prefix else name
             whole = self.full_shapes.get(full_name)
             if whole is None or len(whole) != len(shape) or any(s > w for s, w in zip(shape, whole, strict=True)):
+                there = "not in the supernet" if whole is None else f"not inside the supernet's {whole}"
                 raise UserError(
-                    f"space '{self.name}': tensor '{full_name}' {shape} is not inside the supernet's {whole}. "
+                    f"space '{self.name}': tensor '{full_name}' {shape} is {there}. "
                     f"A sub-network keeps the supernet's names and takes leading entries of its tensors."
                 )
             found[full_name] = _slices(whole, shape)
