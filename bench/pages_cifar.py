@@ -68,6 +68,19 @@ def read() -> dict[tuple[str, str], list[dict[str, Any]]]:
     return {key: sorted(ones, key=lambda r: r["seed"]) for key, ones in found.items()}
 
 
+def at_other_rates() -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Whole runs of a row at another rate than the one that tuning chose, by federation and row, rates in order."""
+    path, found = RESULTS / "rates.jsonl", defaultdict(list)
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        one = json.loads(line)
+        found[one["federation"], one["row"]].append(one)
+    return {key: sorted(ones, key=lambda r: (rate(r), r["seed"])) for key, ones in found.items()}
+
+
+def rate(run: Mapping[str, Any]) -> float:
+    return float(run["config"]["local"]["lr"] if "config" in run else run["lr"])
+
+
 def shown(row: str, results: Sequence[Mapping[str, Any]], order: Iterable[str]) -> list[Shown]:
     """The row's endings in order; of several values of one ending that with the best val accuracy over the seeds."""
     groups: dict[str, list[str]] = {}
@@ -114,6 +127,8 @@ READING = """## How to read the tables
   label frequencies in the last layer, some epochs on the client's own images, and the middle between the two networks.
   *own statistics*: those of normalisation layers from the client's own images. Rows called *-prior* were trained with
   the prior in every client's loss.
+- Lines *at lr …* are whole runs at another rate than the one that tuning chose, made afterwards to find out why a row
+  fell short (`bench/results/cifar/rates.jsonl`). Other rows had no such second chance, so they are never ranked.
 - **paper** is the published figure. No paper has this partition, these splits and this way of reporting; see the notes.
 - **parameters**: of the network a client keeps, mean over clients. **GB**: all traffic of the run. **simulated h**:
   what the cost model of the fleet says the rounds would take; **paper h** is the published time. **GPU min**: measured,
@@ -136,7 +151,7 @@ def chapter(
     best = {row: max(found, key=lambda x: float(np.mean(x.accuracies("val")))) for row, found in tried.items()}
     out += summary(best) if len(hashes) == 1 else []  # rows of other deals are not to be compared
     out += ["| " + " | ".join(HEADS) + " |", "|" + "---|" * len(HEADS)]
-    curves, clients, pictures = {}, {}, {}
+    curves, clients, pictures, others = {}, {}, {}, at_other_rates()
     for row, spec in federation.rows.items():
         own = results.get((name, row), [])
         if not own:
@@ -148,6 +163,7 @@ def chapter(
         there = {x.ending for x in found}
         left = [e for e in dict.fromkeys(e.split("@")[0] for e in spec.endings) if e not in there]
         out += [f"| … {ending} | not run yet |" + " |" * (len(HEADS) - 2) for ending in left]
+        out += ["| " + " | ".join(line) + " |" for run in others.get((name, row), []) for line in afterwards(run, spec)]
         clients[best[row].name] = best[row].accuracies()[0]
         if own[0]["rounds"] >= 20:  # local training has few, of all clients: another axis
             curves[row] = own[0]["curves"]["personal"]
@@ -180,21 +196,9 @@ def summary(best: Mapping[str, Shown]) -> list[str]:
 
 def cells(x: Shown, spec: Row, federation: Federation, first: bool) -> list[str]:
     """A line; what belongs to the row as a whole is said in its first line."""
-    mean, std, worst = x.figures
-    one, chosen = x.results[0], x.chosen.partition("@")[2]
-    ended = [r["endings"][x.chosen] for r in x.results]
-    shared = [np.mean(found["global test"]) for found in ended if "global test" in found]
-    seeds = ", ".join(f"{r['seed']}: {100 * np.mean(a):.2f}" for r, a in zip(x.results, x.accuracies(), strict=True))
-    paper = spec.paper.get(x.ending, "")
-    name = f"{x.name} (lr {chosen})" if chosen else x.name
-    start = [
-        name if first else f"… {name.partition(' + ')[2] or name}",
-        f"**{mean:.2f}** ± {std:.2f}",
-        f"{worst:.2f}",
-        paper,
-        shown_global(shared, spec),
-        seeds,
-    ]
+    one, ended = x.results[0], [r["endings"][x.chosen] for r in x.results]
+    name = told(x) if x.ending == "as it is" else f"{x.row} + {told(x)}"
+    start = [name if first else f"… {told(x)}", *figures(x, spec, spec.paper.get(x.ending, ""))]
     if not first:
         return [*start, *[""] * (len(HEADS) - len(start))]
     traffic = np.mean([r["bytes_up"] + r["bytes_down"] for r in x.results]) / 1e9
@@ -209,6 +213,35 @@ def cells(x: Shown, spec: Row, federation: Federation, first: bool) -> list[str]
         f"{minutes:.1f}" if minutes else "",
         "; ".join(n for n in [*notes(one, spec, federation), to_come(x.results, spec), unseeded(x.results, spec)] if n),
     ]
+
+
+def told(x: Shown) -> str:
+    """The ending, with the value that val chose; the row's name where there is none."""
+    chosen = x.chosen.partition("@")[2]
+    return (x.row if x.ending == "as it is" else x.ending) + (f" (lr {chosen})" if chosen else "")
+
+
+def figures(x: Shown, spec: Row, paper: str = "") -> list[str]:
+    """The cells of a line from `personal` to `seeds`."""
+    mean, std, worst = x.figures
+    ended = [r["endings"][x.chosen] for r in x.results]
+    shared = [np.mean(found["global test"]) for found in ended if "global test" in found]
+    seeds = ", ".join(f"{r['seed']}: {100 * np.mean(a):.2f}" for r, a in zip(x.results, x.accuracies(), strict=True))
+    return [f"**{mean:.2f}** ± {std:.2f}", f"{worst:.2f}", paper, shown_global(shared, spec), seeds]
+
+
+def afterwards(run: Mapping[str, Any], spec: Row) -> list[list[str]]:
+    """The lines of a run at another rate; of some only the means were kept."""
+    name = f"… at lr {rate(run):g}"
+    if "endings" in run:
+        found = shown(run["row"], [run], spec.endings)
+        lines = [[name if x.ending == "as it is" else f"{name}, {told(x)}", *figures(x, spec)] for x in found]
+    else:
+        lines = [[name, f"**{100 * run['test']:.2f}**", "", "", "", f"{run['seed']}: {100 * run['test']:.2f}"]]
+    lines = [[*line, *[""] * (len(HEADS) - len(line))] for line in lines]
+    minutes = gpu_minutes([run]) if "gpu_seconds" in run else 0.0
+    lines[0][-2:] = [f"{minutes:.1f}" if minutes else "", "made afterwards"]
+    return lines
 
 
 def shown_global(means: Sequence[float], spec: Row) -> str:
@@ -262,10 +295,14 @@ def costs(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str
     out = ["", "## What it cost", ""]
     if not ones:
         return "\n".join([*out, "Nothing has been run on a GPU yet.", ""])
-    rows, tuning = gpu_minutes(ones), gpu_minutes(tried)
+    more = [r for found in at_other_rates().values() for r in found if on_a_gpu(r)]
+    rows, tuning, others = gpu_minutes(ones), gpu_minutes(tried), gpu_minutes(more)
     peak = max(float(r["peak_gib"]) for r in ones)
     machines = sorted({f"{r['device']}, torch {r['torch']}, Python {r['python']}" for r in ones})
-    out.append(f"{rows:.0f} GPU minutes for {len(ones)} runs and {tuning:.0f} for {len(tried)} tuning runs, at most")
+    out.append(
+        f"{rows:.0f} GPU minutes for {len(ones)} runs, {tuning:.0f} for {len(tried)} tuning runs and {others:.0f} for "
+        f"{len(more)} at other rates, at most"
+    )
     out += [f"{peak:.1f} GiB of GPU memory; {'; '.join(machines)}.", ""]
     ratios, plain, known = eager(), 0.0, 0.0
     for (name, row), found in results.items():

@@ -40,7 +40,7 @@ def made_up(seed: int, good: float) -> dict[str, Any]:
         "rounds": 400,
         "endings": {
             "as it is": accuracies | {"global test": [0.25, 0.75]},
-            "fine-tuned@0.001": {"val": [0.9, 0.9], "test": [0.6, 0.8]},
+            "fine-tuned@0.001": {"val": [0.9, 0.9], "test": [0.6, 0.8], "parameters": [2e5, 3e5]},
             "fine-tuned@0.01": {"val": [0.8, 0.8], "test": [1.0, 1.0]},
         },
         "curves": {"personal": [[40, 0.3], [400, good]], "global": []},

@@ -230,6 +230,36 @@ def test_the_page_reports_seeds_and_lets_val_choose(tmp_path: Path, monkeypatch:
     assert pages.pages() == written
 
 
+def test_runs_at_other_rates_stand_beside_their_row_and_are_not_ranked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script("results")
+    pages = script("pages_cifar")
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    for row, good in (("fedavg", 0.5), ("fedrep", 0.4)):
+        (tmp_path / f"devices-{row}-0.json").write_text(json.dumps(made_up(0, good) | {"row": row}))
+    whole = made_up(0, 0.9) | {"config": {"local": {"lr": 0.3}}, "beside": 4}
+    means = {"federation": "devices", "row": "fedavg", "seed": 1, "lr": 0.1, "val": 0.7, "test": 0.625, "device": "cpu"}
+    (tmp_path / "rates.jsonl").write_text(json.dumps(whole) + "\n" + json.dumps(means) + "\n")
+    text = pages.pages()["results.md"]
+    table = text.split("| row | personal | worst decile | paper |")[1]  # of devices
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    here = [i for i, line in enumerate(lines) if "at lr" in line]
+    assert lines[here[0]].startswith("| … at lr 0.1 | **62.50** |")  # rates in order
+    assert lines[here[1]].startswith("| … at lr 0.3 | **65.00** ± 25.00 | 40.00 |")
+    assert lines[here[1]].endswith("| 0.5 | made afterwards |")  # two minutes, shared by four
+    assert lines[here[2]].startswith("| … at lr 0.3, fine-tuned (lr 0.001) | **70.00** ± 10.00 |")
+    fedavg, fedrep = (
+        next(i for i, x in enumerate(lines) if x.startswith(f"| {row} | **")) for row in ("fedavg", "fedrep")
+    )
+    assert fedavg < here[0]
+    assert here[-1] < fedrep
+    assert {line.count("|") for line in lines[fedavg:fedrep]} == {len(pages.HEADS) + 1}
+    ranked = text.split("| row and ending |")[1].split("\n\n")[0]
+    assert "at lr" not in ranked
+    assert "4 GPU minutes for 2 runs, 0 for 0 tuning runs and 0 for 1 at other rates" in text
+
+
 STATISTICS_OF_ALL = ("statistics of all, as it is", "statistics of all, prior")
 
 
