@@ -134,14 +134,19 @@ def test_a_network_that_finds_no_room_is_made_when_there_is_some(party: Party, m
         engine.run([("one", party.score(0)), ("two", party.score(1))])
 
 
-def test_batches_that_find_no_room_are_prepared_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refusals", [1, 3])  # passes go first, then captured steps: each time a little
+def test_batches_that_find_no_room_are_prepared_when_there_is_some(
+    refusals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replay, "BUFFER", 1)
-    party = Party(monkeypatch, clients=2, participants=2, local__epochs=2.0)
-    party.train(2)
+    monkeypatch.setattr("fedtailor.engine.stack.FEWEST", 99)
+    party = Party(monkeypatch, clients=6, participants=6, local__epochs=2.0)
+    party.train(6)
     expected, real, calls = party.train(2), Replay._fill, iter(range(99))
+    assert sum(map(len, party.engine.slots.free.values())) == 6
 
     def fill(slot: Replay) -> None:
-        if slot.done and next(calls) == 3:
+        if slot.done and next(calls) in range(3, 3 + refusals):
             raise torch.OutOfMemoryError
         real(slot)
 

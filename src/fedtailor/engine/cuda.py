@@ -333,12 +333,13 @@ class CudaEngine(LocalEngine):
 
     def _queue(self, replays: Sequence[Replay], steps: int) -> None:
         for replay in replays:
-            try:
-                replay.replay(steps)
-            except torch.OutOfMemoryError:  # for the next batches: a captured step itself asks for nothing
-                if (isinstance(replay, OwnStep) and replay.obstacle) or not self._keep_less():
-                    raise
-                replay.replay(steps)
+            while True:
+                try:
+                    replay.replay(steps)
+                    break
+                except torch.OutOfMemoryError:  # for the next batches: a captured step itself asks for nothing
+                    if (isinstance(replay, OwnStep) and replay.obstacle) or not self._keep_less():
+                        raise
 
     def _next(self, new: set[Step], replays: Sequence[Replay]) -> Iterator[Step]:
         """The steps that the next round will want and that are not there, if its archs can be foreseen.
