@@ -156,6 +156,31 @@ def test_batches_that_find_no_room_are_prepared_when_there_is_some(
     assert sum("memory is full" in text for text in party.said) == 1
 
 
+def test_a_capture_that_finds_no_room_is_tried_again_when_torch_holds_nothing_unused(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch gives a capture nothing of what it holds unused, be it all that the card has."""
+    real, unused, tried = Replay.capture, [True], list[Any]()
+
+    def capture(slot: Replay, step: Callable[[], Tensor]) -> None:
+        if unused[0]:
+            tried.append(weakref.ref(slot))
+            raise torch.OutOfMemoryError
+        real(slot, step)
+
+    def empty() -> None:
+        assert all(ref() is None for ref in tried)  # what it was given is among the unused
+        unused[0] = False
+
+    monkeypatch.setattr(Replay, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
+    before = party.engine.at_once
+    assert len(party.train(3)) == 3
+    assert len(tried) == 1
+    assert party.engine.at_once == before
+    assert not any("memory is full" in text for text in party.said)
+
+
 def test_what_lanes_hold_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Room(pretend(monkeypatch))
     stats = {f"{kind}_bytes": {"all": {"current": size}} for kind, size in {"reserved": 900, "allocated": 100}.items()}
