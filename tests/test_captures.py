@@ -316,10 +316,14 @@ def test_no_capture_is_left_open(error: Any, raised: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "default_generators", [generator])
     ended: list[Any] = []
     monkeypatch.setattr(Graph, "capture_end", lambda self: ended.append(self))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
     lane, graph = Lane(Stream()), Graph()  # type: ignore[arg-type]
+    pool = lane._keeper.pool()
     with pytest.raises(raised), lane.recording(graph):  # type: ignore[arg-type]
         raise error("stop")
     assert graph in ended
+    assert (0, pool) in ended
+    assert lane._keeper.pool() != pool
 
 
 def test_an_engine_goes_on_after_a_client_has_failed(party: Party) -> None:
@@ -379,3 +383,23 @@ def test_a_run_stopped_in_a_capture_can_be_saved() -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert x.cpu().tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_goes_back_to_the_card_after_a_capture_that_was_void() -> None:
+    device = torch.device("cuda")
+    lane, x = Lane(torch.cuda.Stream()), torch.ones(3, device=device)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(Cannot),
+        torch.cuda.stream(lane.stream),
+        lane.recording(torch.cuda.CUDAGraph()),
+    ):
+        float(x.sum())  # reads a value, which a capture cannot
+    something = torch.empty(SCRATCH, device=device)
+    reserved = torch.cuda.memory_reserved()
+    del something
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved - 4 * SCRATCH
