@@ -287,6 +287,7 @@ def test_a_fit_that_cannot_be_captured_is_not_tried_for_ever(party: Party, monke
     for _ in range(2):
         party.train(4)
     assert sum(isinstance(slot, FitSlot) for slot in tried) == 2
+    assert len(tried) == 4  # nor as a step of its own
     assert sum("step by step" in text for text in party.said) == 1
     assert all(p.requires_grad for p in party.engine.network(party.federation.job.space, ()).parameters())
 

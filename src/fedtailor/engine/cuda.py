@@ -36,6 +36,7 @@ from .steps import Estimate, fit_step
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
 T = TypeVar("T")
+Kind = Step | Recurring | tuple[str, Step]  # of steps: a slot's, a recipe's, or a fit's that is run by itself
 AHEAD = 128  # steps in the card's queue while a step is captured: a full card does about as many in that time
 SLACK = 1.3  # the most that a network's training memory may be underestimated by
 WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for a captured step
@@ -65,7 +66,7 @@ class CudaEngine(LocalEngine):
         lanes = [Lane(torch.cuda.Stream(device)) for _ in range(at_once)]
         self.slots = Slots(self._make, lanes, slots, self.precision)
         self._stacks = Stacks(self.slots)
-        self._refused: dict[Step | Recurring, list[str]] = {}  # why they could not be captured, each time it was tried
+        self._refused: dict[Kind, list[str]] = {}  # why they could not be captured, each time it was tried
         self._passes = Passes(self.slots, lambda: self._free() > SHARE * self.room.size)
         self._foresee: Callable[[], Sequence[Arch]] | None = None
         self.shelf = Shelf(device, int(MEMORIES * self.room.size))
@@ -359,34 +360,40 @@ class CudaEngine(LocalEngine):
 
     def _prepare(self, label: str, job: Job, new: set[Step], taken: set[Lane]) -> Replay:
         with self._named(label):
-            if isinstance(job, Fit) and job.loss is None and not self._obstacle(key := Step.of(job)):
-                try:
-                    slot = self.slots.slot(key, job.net, taken, self.at_once)
-                    if slot.fresh:
-                        new.add(slot.key)
-                    slot.begin(job)
-                    return slot
-                except Cannot as reason:  # it is run as a step of its own
-                    self._refused.setdefault(key, []).append(str(reason))
+            kind: Kind | None = None  # of step, as far as it can be told
+            if isinstance(job, Fit) and job.loss is None:
+                key = Step.of(job)
+                kind = ("by itself", key)
+                if not self._obstacle(key):
+                    try:
+                        slot = self.slots.slot(key, job.net, taken, self.at_once)
+                        if slot.fresh:
+                            new.add(slot.key)
+                        slot.begin(job)
+                        return slot
+                    except Cannot as reason:  # it is run as a step of its own
+                        self._refused.setdefault(key, []).append(str(reason))
             if isinstance(job, Fit):
                 job = Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed)
             assert isinstance(job, Loop)
             again = isinstance(job.step, Recipe) and job.steps > 1  # one step is not worth a network of its own
-            obstacle = self._obstacle(Recurring.of(job)) if again else ""
+            if again:
+                kind = Recurring.of(job)
+            obstacle = self._obstacle(kind)
             if again and not obstacle:
                 replay = self.slots.loop(job, taken)
                 replay.begin(job)
-                if replay.obstacle not in ("", FULL):
-                    self._refused.setdefault(replay.key, []).append(replay.obstacle)
             else:
                 replay = LoopReplay(job, self.slots.idle(taken), self.precision, obstacle)
             if replay.obstacle and replay.left:
+                if kind and replay.obstacle != FULL and not obstacle:
+                    self._refused.setdefault(kind, []).append(replay.obstacle)
                 self._tell(f"{label}: runs step by step, its step cannot be captured ({replay.obstacle})")
             return replay
 
-    def _obstacle(self, kind: Step | Recurring) -> str:
+    def _obstacle(self, kind: Kind | None) -> str:
         """What keeps steps of a kind from being captured, if that is certain."""
-        why = self._refused.get(kind, [])
+        why = self._refused.get(kind, []) if kind else []
         return why[-1] if len(why) >= TRIES else ""
 
     # scoring ----------------------------------------------------------------------------------------------------
