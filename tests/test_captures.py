@@ -306,6 +306,35 @@ def test_a_pass_that_cannot_be_captured_is_tried_once(party: Party, monkeypatch:
     assert len(tried) == 1
 
 
+def test_a_step_that_ran_out_of_memory_half_way_is_not_run_again(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while steps are captured ahead, which may fail for want of memory."""
+    space, real, halved = party.federation.job.space, Replay.capture, [0]
+    shape = (4, *space.input)
+    key = replay.Step(space, (), None, shape, replay._shared(party.federation.job.local), *[False] * 3)
+    monkeypatch.setattr(party.engine, "_next", lambda *_: iter([key]))
+
+    def capture(slot: Replay, step: Callable[[], Tensor]) -> None:
+        if not isinstance(slot, FitSlot):
+            raise Cannot("reads a value")
+        real(slot, step)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        halved[0] += 1
+        if halved[0] == 3:
+            raise torch.OutOfMemoryError
+        return x.mean()
+
+    async def work() -> None:
+        client = party.client(0)
+        await client.loop(step, [client.build(party.task)], steps=8)
+
+    monkeypatch.setattr(Replay, "capture", capture)
+    monkeypatch.setattr("fedtailor.engine.cuda.AHEAD", 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        party.engine.run([("one", work())])
+    assert halved == [3]
+
+
 # somebody stops the run ---------------------------------------------------------------------------------------------
 
 

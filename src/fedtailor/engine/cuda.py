@@ -268,12 +268,10 @@ class CudaEngine(LocalEngine):
             self._queue(replays, -(-AHEAD // len(replays)))  # the card works on these while the next one is captured
         if not replays:
             return {}
-        with contextlib.suppress(Cannot, torch.OutOfMemoryError):  # then the next round captures its own steps
-            for key, lane in zip(self._next(new, replays), cycle(self.slots.lanes[: self.at_once]), strict=False):
-                if self._free() < SLACK * most:
-                    break
-                self.slots.keep(self.slots.captured(key, lane))
-                self._queue(replays, -(-AHEAD // len(replays)))
+        for key, lane in zip(self._next(new, replays), cycle(self.slots.lanes[: self.at_once]), strict=False):
+            if self._free() < SLACK * most or not self._captured_ahead(key, lane):
+                break
+            self._queue(replays, -(-AHEAD // len(replays)))
         while any(replay.left for replay in replays):
             self._queue(replays, 1)
         once: list[OwnStep] = []
@@ -351,12 +349,21 @@ class CudaEngine(LocalEngine):
         free = self.room.free()  # what lanes hold as well: these steps can have it
         if not patterns or self._foresee is None or free < SHARE * self.room.size:
             return
-        foresee, self._foresee = self._foresee, None
+        (foresee, self._foresee), archs = (self._foresee, None), Counter[Arch]()
+        with contextlib.suppress(torch.OutOfMemoryError):  # then nothing is got ready
+            archs.update(filter(None, foresee()))
         busy = Counter(replay.key for replay in replays if isinstance(replay, FitSlot))
-        for arch, wanted in Counter(arch for arch in foresee() if arch).items():
+        for arch, wanted in archs.items():
             for key in (pattern._replace(arch=arch) for pattern in patterns):
                 for _ in range(wanted - busy[key] - len(self.slots.free.get(key, ()))):
                     yield key
+
+    def _captured_ahead(self, key: Step, lane: Lane) -> bool:
+        """Gets a step ready, if it can be; if not, the next round captures its own."""
+        with contextlib.suppress(Cannot, torch.OutOfMemoryError):
+            self.slots.keep(self.slots.captured(key, lane))
+            return True
+        return False
 
     def _prepare(self, label: str, job: Job, new: set[Step], taken: set[Lane]) -> Replay:
         with self._named(label):
