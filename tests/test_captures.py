@@ -116,6 +116,30 @@ def test_what_costs_least_goes_first(party: Party, monkeypatch: pytest.MonkeyPat
     assert len(engine.slots.lanes) == before
 
 
+def test_what_a_refused_pass_has_computed_is_gone_when_it_is_tried_again(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, computed, engine = party.engine._hits, list[Any](), party.engine
+
+    def hits(job: Score) -> Tensor:
+        assert all(ref() is None for ref in computed)
+        if engine._passes._captures or len(engine.slots):
+            images = torch.ones(3)
+            computed.append(weakref.ref(images))
+            raise torch.OutOfMemoryError
+        return real(job)
+
+    async def score() -> float:
+        client = party.client(0)
+        net = client.build(party.task)
+        await client.fit(net)  # on the client's own network, a step that only stays until all are dropped
+        return await client.score(net)
+
+    monkeypatch.setattr(engine, "_hits", hits)
+    assert len(engine.run([("one", score())])) == 1
+    assert len(computed) == 2  # passes went, then all
+
+
 def test_a_network_that_finds_no_room_is_made_when_there_is_some(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     party.train(4)
     engine, real, calls = party.engine, party.engine.slots.make, iter(range(99))

@@ -174,6 +174,7 @@ class CudaEngine(LocalEngine):
         while number not in self._scores:
             try:
                 self._scores[number] = self._scored(number, label, job)
+                break
             except torch.OutOfMemoryError as error:
                 if self._keep_less():
                     continue
@@ -181,7 +182,7 @@ class CudaEngine(LocalEngine):
                 self._make_room(len(self._scores), label, error)
                 if busy:  # else the next round's steps would fill the card again
                     self.at_once = max(1, min(self.at_once, busy // 2))
-                self._scores[number] = self._scored(number, label, job)
+            self._scores[number] = self._scored(number, label, job)  # now that the error holds nothing of its pass
 
     def _scored(self, number: int, label: str, job: Score) -> tuple[Tensor, torch.cuda.Stream]:
         """How many answers are right, and the stream that counts them."""
