@@ -305,6 +305,34 @@ def test_a_recipe_that_cannot_be_captured_is_not_tried_for_ever(
     assert sum("step by step" in text for text in party.said) == 1
 
 
+def test_a_recipes_step_that_finds_no_room_for_batches_goes_with_the_others(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        client = party.client(0)
+        await client.loop(Shrinking(), (client.build(party.task),), steps=3)
+
+    slots, real, refused = party.engine.slots, Replay.start, [0]
+
+    def start(slot: Replay, *how: Any) -> None:
+        refused[0] += 1
+        if refused[0] == 1:
+            raise torch.OutOfMemoryError
+        real(slot, *how)
+
+    party.engine.run([("one", work())])
+    first = [weakref.ref(slot) for kept in slots.loops.values() for slot in kept]
+    party.captured.clear()
+    monkeypatch.setattr(Replay, "start", start)
+    gc.disable()  # nobody collects what refers to itself
+    try:
+        party.engine.run([("one", work())])
+        assert [ref() for ref in first] == [None]
+    finally:
+        gc.enable()
+    assert sum(map(len, slots.loops.values())) == 1
+
+
 def test_a_fit_that_cannot_be_captured_is_not_tried_for_ever(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
     monkeypatch.setattr(Replay, "capture", refusing(iter([Cannot("reads a value")] * 99), tried))

@@ -390,7 +390,13 @@ class CudaEngine(LocalEngine):
             obstacle = self._obstacle(kind)
             if again and not obstacle:
                 replay = self.slots.loop(job, taken)
-                replay.begin(job)
+                known = replay.made is not None
+                try:
+                    replay.begin(job)
+                except torch.OutOfMemoryError:
+                    if known:  # it refers to itself: unless it is let go with the others, it stays
+                        self.slots.keep_loop(replay)
+                    raise
             else:
                 replay = LoopReplay(job, self.slots.idle(taken), self.precision, obstacle)
             if replay.obstacle and replay.left:
