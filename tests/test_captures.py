@@ -116,6 +116,30 @@ def test_what_costs_least_goes_first(party: Party, monkeypatch: pytest.MonkeyPat
     assert len(engine.slots.lanes) == before
 
 
+def test_what_a_refused_pass_has_computed_is_gone_when_it_is_tried_again(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, computed, engine = party.engine._hits, list[Any](), party.engine
+
+    def hits(job: Score) -> Tensor:
+        assert all(ref() is None for ref in computed)
+        if engine._passes._captures or len(engine.slots):
+            images = torch.ones(3)
+            computed.append(weakref.ref(images))
+            raise torch.OutOfMemoryError
+        return real(job)
+
+    async def score() -> float:
+        client = party.client(0)
+        net = client.build(party.task)
+        await client.fit(net)  # on the client's own network, a step that only stays until all are dropped
+        return await client.score(net)
+
+    monkeypatch.setattr(engine, "_hits", hits)
+    assert len(engine.run([("one", score())])) == 1
+    assert len(computed) == 2  # passes went, then all
+
+
 def test_a_network_that_finds_no_room_is_made_when_there_is_some(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     party.train(4)
     engine, real, calls = party.engine, party.engine.slots.make, iter(range(99))
@@ -134,14 +158,19 @@ def test_a_network_that_finds_no_room_is_made_when_there_is_some(party: Party, m
         engine.run([("one", party.score(0)), ("two", party.score(1))])
 
 
-def test_batches_that_find_no_room_are_prepared_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refusals", [1, 3])  # passes go first, then captured steps: each time a little
+def test_batches_that_find_no_room_are_prepared_when_there_is_some(
+    refusals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replay, "BUFFER", 1)
-    party = Party(monkeypatch, clients=2, participants=2, local__epochs=2.0)
-    party.train(2)
+    monkeypatch.setattr("fedtailor.engine.stack.FEWEST", 99)
+    party = Party(monkeypatch, clients=6, participants=6, local__epochs=2.0)
+    party.train(6)
     expected, real, calls = party.train(2), Replay._fill, iter(range(99))
+    assert sum(map(len, party.engine.slots.free.values())) == 6
 
     def fill(slot: Replay) -> None:
-        if slot.done and next(calls) == 3:
+        if slot.done and next(calls) in range(3, 3 + refusals):
             raise torch.OutOfMemoryError
         real(slot)
 
@@ -149,6 +178,31 @@ def test_batches_that_find_no_room_are_prepared_when_there_is_some(monkeypatch: 
     assert party.train(2) == expected
     assert next(calls) > 6
     assert sum("memory is full" in text for text in party.said) == 1
+
+
+def test_a_capture_that_finds_no_room_is_tried_again_when_torch_holds_nothing_unused(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch gives a capture nothing of what it holds unused, be it all that the card has."""
+    real, unused, tried = Replay.capture, [True], list[Any]()
+
+    def capture(slot: Replay, step: Callable[[], Tensor]) -> None:
+        if unused[0]:
+            tried.append(weakref.ref(slot))
+            raise torch.OutOfMemoryError
+        real(slot, step)
+
+    def empty() -> None:
+        assert all(ref() is None for ref in tried)  # what it was given is among the unused
+        unused[0] = False
+
+    monkeypatch.setattr(Replay, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
+    before = party.engine.at_once
+    assert len(party.train(3)) == 3
+    assert len(tried) == 1
+    assert party.engine.at_once == before
+    assert not any("memory is full" in text for text in party.said)
 
 
 def test_what_lanes_hold_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,12 +305,41 @@ def test_a_recipe_that_cannot_be_captured_is_not_tried_for_ever(
     assert sum("step by step" in text for text in party.said) == 1
 
 
+def test_a_recipes_step_that_finds_no_room_for_batches_goes_with_the_others(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        client = party.client(0)
+        await client.loop(Shrinking(), (client.build(party.task),), steps=3)
+
+    slots, real, refused = party.engine.slots, Replay.start, [0]
+
+    def start(slot: Replay, *how: Any) -> None:
+        refused[0] += 1
+        if refused[0] == 1:
+            raise torch.OutOfMemoryError
+        real(slot, *how)
+
+    party.engine.run([("one", work())])
+    first = [weakref.ref(slot) for kept in slots.loops.values() for slot in kept]
+    party.captured.clear()
+    monkeypatch.setattr(Replay, "start", start)
+    gc.disable()  # nobody collects what refers to itself
+    try:
+        party.engine.run([("one", work())])
+        assert [ref() for ref in first] == [None]
+    finally:
+        gc.enable()
+    assert sum(map(len, slots.loops.values())) == 1
+
+
 def test_a_fit_that_cannot_be_captured_is_not_tried_for_ever(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
     monkeypatch.setattr(Replay, "capture", refusing(iter([Cannot("reads a value")] * 99), tried))
     for _ in range(2):
         party.train(4)
     assert sum(isinstance(slot, FitSlot) for slot in tried) == 2
+    assert len(tried) == 4  # nor as a step of its own
     assert sum("step by step" in text for text in party.said) == 1
     assert all(p.requires_grad for p in party.engine.network(party.federation.job.space, ()).parameters())
 
@@ -275,6 +358,35 @@ def test_a_pass_that_cannot_be_captured_is_tried_once(party: Party, monkeypatch:
     assert len(tried) == 1
 
 
+def test_a_step_that_ran_out_of_memory_half_way_is_not_run_again(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while steps are captured ahead, which may fail for want of memory."""
+    space, real, halved = party.federation.job.space, Replay.capture, [0]
+    shape = (4, *space.input)
+    key = replay.Step(space, (), None, shape, replay._shared(party.federation.job.local), *[False] * 3)
+    monkeypatch.setattr(party.engine, "_next", lambda *_: iter([key]))
+
+    def capture(slot: Replay, step: Callable[[], Tensor]) -> None:
+        if not isinstance(slot, FitSlot):
+            raise Cannot("reads a value")
+        real(slot, step)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        halved[0] += 1
+        if halved[0] == 3:
+            raise torch.OutOfMemoryError
+        return x.mean()
+
+    async def work() -> None:
+        client = party.client(0)
+        await client.loop(step, [client.build(party.task)], steps=8)
+
+    monkeypatch.setattr(Replay, "capture", capture)
+    monkeypatch.setattr("fedtailor.engine.cuda.AHEAD", 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        party.engine.run([("one", work())])
+    assert halved == [3]
+
+
 # somebody stops the run ---------------------------------------------------------------------------------------------
 
 
@@ -286,10 +398,14 @@ def test_no_capture_is_left_open(error: Any, raised: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "default_generators", [generator])
     ended: list[Any] = []
     monkeypatch.setattr(Graph, "capture_end", lambda self: ended.append(self))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
     lane, graph = Lane(Stream()), Graph()  # type: ignore[arg-type]
+    pool = lane._keeper.pool()
     with pytest.raises(raised), lane.recording(graph):  # type: ignore[arg-type]
         raise error("stop")
     assert graph in ended
+    assert (0, pool) in ended
+    assert lane._keeper.pool() != pool
 
 
 def test_an_engine_goes_on_after_a_client_has_failed(party: Party) -> None:
@@ -349,3 +465,23 @@ def test_a_run_stopped_in_a_capture_can_be_saved() -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert x.cpu().tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_goes_back_to_the_card_after_a_capture_that_was_void() -> None:
+    device = torch.device("cuda")
+    lane, x = Lane(torch.cuda.Stream()), torch.ones(3, device=device)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(Cannot),
+        torch.cuda.stream(lane.stream),
+        lane.recording(torch.cuda.CUDAGraph()),
+    ):
+        float(x.sum())  # reads a value, which a capture cannot
+    something = torch.empty(SCRATCH, device=device)
+    reserved = torch.cuda.memory_reserved()
+    del something
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved - 4 * SCRATCH

@@ -36,6 +36,7 @@ from .steps import Estimate, fit_step
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
 T = TypeVar("T")
+Kind = Step | Recurring | tuple[str, Step]  # of steps: a slot's, a recipe's, or a fit's that is run by itself
 AHEAD = 128  # steps in the card's queue while a step is captured: a full card does about as many in that time
 SLACK = 1.3  # the most that a network's training memory may be underestimated by
 WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for a captured step
@@ -65,7 +66,7 @@ class CudaEngine(LocalEngine):
         lanes = [Lane(torch.cuda.Stream(device)) for _ in range(at_once)]
         self.slots = Slots(self._make, lanes, slots, self.precision)
         self._stacks = Stacks(self.slots)
-        self._refused: dict[Step | Recurring, list[str]] = {}  # why they could not be captured, each time it was tried
+        self._refused: dict[Kind, list[str]] = {}  # why they could not be captured, each time it was tried
         self._passes = Passes(self.slots, lambda: self._free() > SHARE * self.room.size)
         self._foresee: Callable[[], Sequence[Arch]] | None = None
         self.shelf = Shelf(device, int(MEMORIES * self.room.size))
@@ -173,6 +174,7 @@ class CudaEngine(LocalEngine):
         while number not in self._scores:
             try:
                 self._scores[number] = self._scored(number, label, job)
+                break
             except torch.OutOfMemoryError as error:
                 if self._keep_less():
                     continue
@@ -180,7 +182,7 @@ class CudaEngine(LocalEngine):
                 self._make_room(len(self._scores), label, error)
                 if busy:  # else the next round's steps would fill the card again
                     self.at_once = max(1, min(self.at_once, busy // 2))
-                self._scores[number] = self._scored(number, label, job)
+            self._scores[number] = self._scored(number, label, job)  # now that the error holds nothing of its pass
 
     def _scored(self, number: int, label: str, job: Score) -> tuple[Tensor, torch.cuda.Stream]:
         """How many answers are right, and the stream that counts them."""
@@ -267,12 +269,10 @@ class CudaEngine(LocalEngine):
             self._queue(replays, -(-AHEAD // len(replays)))  # the card works on these while the next one is captured
         if not replays:
             return {}
-        with contextlib.suppress(Cannot, torch.OutOfMemoryError):  # then the next round captures its own steps
-            for key, lane in zip(self._next(new, replays), cycle(self.slots.lanes[: self.at_once]), strict=False):
-                if self._free() < SLACK * most:
-                    break
-                self.slots.keep(self.slots.captured(key, lane))
-                self._queue(replays, -(-AHEAD // len(replays)))
+        for key, lane in zip(self._next(new, replays), cycle(self.slots.lanes[: self.at_once]), strict=False):
+            if self._free() < SLACK * most or not self._captured_ahead(key, lane):
+                break
+            self._queue(replays, -(-AHEAD // len(replays)))
         while any(replay.left for replay in replays):
             self._queue(replays, 1)
         once: list[OwnStep] = []
@@ -333,12 +333,13 @@ class CudaEngine(LocalEngine):
 
     def _queue(self, replays: Sequence[Replay], steps: int) -> None:
         for replay in replays:
-            try:
-                replay.replay(steps)
-            except torch.OutOfMemoryError:  # for the next batches: a captured step itself asks for nothing
-                if (isinstance(replay, OwnStep) and replay.obstacle) or not self._keep_less():
-                    raise
-                replay.replay(steps)
+            while True:
+                try:
+                    replay.replay(steps)
+                    break
+                except torch.OutOfMemoryError:  # for the next batches: a captured step itself asks for nothing
+                    if (isinstance(replay, OwnStep) and replay.obstacle) or not self._keep_less():
+                        raise
 
     def _next(self, new: set[Step], replays: Sequence[Replay]) -> Iterator[Step]:
         """The steps that the next round will want and that are not there, if its archs can be foreseen.
@@ -349,43 +350,64 @@ class CudaEngine(LocalEngine):
         free = self.room.free()  # what lanes hold as well: these steps can have it
         if not patterns or self._foresee is None or free < SHARE * self.room.size:
             return
-        foresee, self._foresee = self._foresee, None
+        (foresee, self._foresee), archs = (self._foresee, None), Counter[Arch]()
+        with contextlib.suppress(torch.OutOfMemoryError):  # then nothing is got ready
+            archs.update(filter(None, foresee()))
         busy = Counter(replay.key for replay in replays if isinstance(replay, FitSlot))
-        for arch, wanted in Counter(arch for arch in foresee() if arch).items():
+        for arch, wanted in archs.items():
             for key in (pattern._replace(arch=arch) for pattern in patterns):
                 for _ in range(wanted - busy[key] - len(self.slots.free.get(key, ()))):
                     yield key
 
+    def _captured_ahead(self, key: Step, lane: Lane) -> bool:
+        """Gets a step ready, if it can be; if not, the next round captures its own."""
+        with contextlib.suppress(Cannot, torch.OutOfMemoryError):
+            self.slots.keep(self.slots.captured(key, lane))
+            return True
+        return False
+
     def _prepare(self, label: str, job: Job, new: set[Step], taken: set[Lane]) -> Replay:
         with self._named(label):
-            if isinstance(job, Fit) and job.loss is None and not self._obstacle(key := Step.of(job)):
-                try:
-                    slot = self.slots.slot(key, job.net, taken, self.at_once)
-                    if slot.fresh:
-                        new.add(slot.key)
-                    slot.begin(job)
-                    return slot
-                except Cannot as reason:  # it is run as a step of its own
-                    self._refused.setdefault(key, []).append(str(reason))
+            kind: Kind | None = None  # of step, as far as it can be told
+            if isinstance(job, Fit) and job.loss is None:
+                key = Step.of(job)
+                kind = ("by itself", key)
+                if not self._obstacle(key):
+                    try:
+                        slot = self.slots.slot(key, job.net, taken, self.at_once)
+                        if slot.fresh:
+                            new.add(slot.key)
+                        slot.begin(job)
+                        return slot
+                    except Cannot as reason:  # it is run as a step of its own
+                        self._refused.setdefault(key, []).append(str(reason))
             if isinstance(job, Fit):
                 job = Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed)
             assert isinstance(job, Loop)
             again = isinstance(job.step, Recipe) and job.steps > 1  # one step is not worth a network of its own
-            obstacle = self._obstacle(Recurring.of(job)) if again else ""
+            if again:
+                kind = Recurring.of(job)
+            obstacle = self._obstacle(kind)
             if again and not obstacle:
                 replay = self.slots.loop(job, taken)
-                replay.begin(job)
-                if replay.obstacle not in ("", FULL):
-                    self._refused.setdefault(replay.key, []).append(replay.obstacle)
+                known = replay.made is not None
+                try:
+                    replay.begin(job)
+                except torch.OutOfMemoryError:
+                    if known:  # it refers to itself: unless it is let go with the others, it stays
+                        self.slots.keep_loop(replay)
+                    raise
             else:
                 replay = LoopReplay(job, self.slots.idle(taken), self.precision, obstacle)
             if replay.obstacle and replay.left:
+                if kind and replay.obstacle != FULL and not obstacle:
+                    self._refused.setdefault(kind, []).append(replay.obstacle)
                 self._tell(f"{label}: runs step by step, its step cannot be captured ({replay.obstacle})")
             return replay
 
-    def _obstacle(self, kind: Step | Recurring) -> str:
+    def _obstacle(self, kind: Kind | None) -> str:
         """What keeps steps of a kind from being captured, if that is certain."""
-        why = self._refused.get(kind, [])
+        why = self._refused.get(kind, []) if kind else []
         return why[-1] if len(why) >= TRIES else ""
 
     # scoring ----------------------------------------------------------------------------------------------------

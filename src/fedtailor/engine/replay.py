@@ -90,6 +90,9 @@ class Lane:
         """Ends a capture that an error has made void; that error is the one to report."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
+        # torch before 2.13 would take it for under way and free no memory ever again; before 2.8 this has another name
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(self.stream.device_index, self._keeper.pool())
         generator = torch.cuda.default_generators[self.stream.device_index]
         generator.graphsafe_set_state(generator.clone_state())  # it would believe for ever that it is being captured
         self._keeper = keeper(self.stream)  # and so would torch of the memory

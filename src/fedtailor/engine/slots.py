@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -83,13 +84,20 @@ class Slots:
             return free.pop(next((i for i, slot in enumerate(free) if slot.lane not in taken), -1))
         if net not in self._given or len(self.lent) >= own:
             return self.captured(key, self.idle(taken))
-        slot = self.lent[net] = FitSlot(key, net, self.idle(taken), self.precision)
+        slot = self.lent[net] = self._fit(key, net, self.idle(taken))
         del self._given[net]
         return slot
 
     def captured(self, key: Step, lane: Lane) -> FitSlot:
         """A new step with a network of its own."""
-        return FitSlot(key, self.make(key.space, key.arch), lane, self.precision)
+        return self._fit(key, self.make(key.space, key.arch), lane)
+
+    def _fit(self, key: Step, net: nn.Module, lane: Lane) -> FitSlot:
+        """A capture can have nothing that torch holds unused: where it finds no room, that is given back first."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return FitSlot(key, net, lane, self.precision)
+        torch.cuda.empty_cache()
+        return FitSlot(key, net, lane, self.precision)
 
     def idle(self, taken: set[Lane]) -> Lane:
         """A lane that is not taken and, if there is one, that no client's own step will want."""
