@@ -21,6 +21,7 @@ from fedtailor.methods.largest_fit import LargestFit, largest
 from fedtailor.methods.perfedrlnas import PerFedRLNAS
 from fedtailor.methods.random_arch import RandomArch
 from fedtailor.spaces.mobilenetv3 import MobileNetV3
+from fedtailor.spaces.tiny import Tiny
 from test_perfedrlnas import DATA, PLAIN, TINY, TOY, begin, reply, row, toy
 from tools import by_hand
 
@@ -155,6 +156,14 @@ def test_the_rule_for_large_spaces_ends_where_no_step_up_fits() -> None:
         assert 0.8 * best <= size(arch) <= limit
         ups = [(*arch[:d], i + 1, *arch[d + 1 :]) for d, i in enumerate(arch) if not i]
         assert all(size(up) > limit for up in ups)
+
+
+def test_where_climbing_finds_more_than_coming_down_its_arch_is_kept() -> None:
+    space = Tiny((1, 8, 8), 3)
+    size = lambda a: float(space.cost(a).flops)  # noqa: E731
+    limit = 0.5 * size(space.largest)
+    arch = largest(space, size, lambda a: max(0.0, size(a) - limit))
+    assert round(100 * size(arch) / size(space.largest), 1) == 49.0  # 48.1 from above
 
 
 @pytest.mark.parametrize(("quantity", "share"), [("flops", 70.0), ("parameters", 84.5), ("memory", 78.0)])
