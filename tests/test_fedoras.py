@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.config import Local
+from fedtailor.engine.client import Client
 from fedtailor.engine.loop import Event
 from fedtailor.errors import UserError
+from fedtailor.fleet.budget import budget_of
+from fedtailor.method import Server
 from fedtailor.methods.fedoras import FedorAS
 from fedtailor.registry import lookup
 from fedtailor.runs.execute import prepare
@@ -134,6 +137,31 @@ def test_tiers_are_equal_shares_at_random_or_by_device() -> None:
         for seat, speed in zip(job.seats, (8, 1, 7, 2, 6, 3, 5, 4), strict=True)
     ]
     assert assigned(replace(job, seats=tuple(seats)), 4, "device") == [3, 0, 3, 0, 2, 1, 2, 1]
+
+
+def test_a_tiers_network_fits_its_own_clients_and_those_above() -> None:
+    space = Tiny((1, 8, 8), 10)
+    job = by_hand(FedorAS(tiers=1), DATA, PLAIN, space, rounds=2).job
+    tight = budget_of({"flops": 0.5 * space.cost(space.largest).flops})
+    ends = (-1.0, float(space.cost(space.largest).flops), float(space.cost(space.largest).flops))
+    for limited, fitting in ((0, [False, True]), (1, [False, False])):  # the client of tier 0, that of tier 1
+        seats = [replace(s, hard=True, budget=tight) if s.id == limited else s for s in job.seats]
+        server = Server(replace(job, seats=tuple(seats)), tiers=[0, 1], edges=ends)
+        assert [bracket_of(server, tier).fits(space.largest) for tier in (0, 1)] == fitting
+
+
+def test_a_schedule_begins_anew_with_each_stage_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    method, fit, rates = FedorAS(tiers=1, search=0.2, tune=0.4), Client.fit, dict[int, float]()
+
+    async def watched(self: Client, net: nn.Module, **options: Any) -> Any:
+        rates[self.round] = options["lr"]
+        return await fit(self, net, **options)
+
+    monkeypatch.setattr(Client, "fit", watched)
+    federation = by_hand(method, DATA, replace(PLAIN, schedule="cosine"), SPACE, rounds=5)
+    assert method.stages(5) == (2, 3)
+    list(federation.rounds(federation.begin(), lambda event: None))
+    assert rates == pytest.approx({1: 0.2, 2: 0.1, 4: 0.2, 5: 0.1})
 
 
 def test_scores_are_means_over_all_images() -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fedtailor.config import Local
 from fedtailor.engine.loop import Federation, State
 from fedtailor.methods.knn_per import KnnPer
+from fedtailor.nets.knn import _KNN
 from fedtailor.registry import lookup
 from fedtailor.runs.execute import open_space, read_networks, start
 from tools import by_hand, kept, one_round, small_config, three
@@ -41,6 +43,25 @@ def test_only_the_nearest_vote_and_the_kernel_has_a_scale() -> None:
     wide = by_hand(KnnPer(lamda=1.0, scale=4.0), DATA, PLAIN)
     net = kept(wide, at(wide, three(2, 0, 0)), 0)  # features 2 and 0: d^2 = 4, over scale 4 is 1
     assert net(torch.ones(1, 1, 1, 1)).exp()[0].tolist()[0] == pytest.approx(1 / (1 + math.exp(-1)))
+
+
+class _Two(nn.Module):
+    """Its two pixels are its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.flatten(1))
+
+
+def test_squared_distances_are_over_the_number_of_features() -> None:
+    net = _KNN(_Two(), 2, 2, 1.0)
+    net.keys.copy_(torch.tensor([[1.0, 1.0], [0.0, 0.0]]))  # from (1, 1): d^2 = 0 and 2, over two features 1
+    net.labels.copy_(torch.tensor([0, 1]))
+    net.lamda.fill_(1.0)
+    assert net(torch.ones(1, 1, 1, 2)).exp()[0].tolist()[0] == pytest.approx(1 / (1 + math.exp(-1)))
 
 
 def test_lambda_is_chosen_on_val() -> None:

@@ -39,7 +39,7 @@ class Own(Method):
         return server.whole()
 """
 WORK = METHOD[METHOD.index("    async def work") : METHOD.index("        return Reply")].rstrip("\n")
-NAN = "{n: t * float('nan') for n, t in server.paste(replies).items()}"
+LOST = "{n: t * 0 + float('VALUE') for n, t in server.paste(replies).items()}"
 
 
 def written(folder: Path, old: str = "", new: str = "", name: str = "own.py") -> str:
@@ -141,21 +141,23 @@ def test_a_slip_in_a_space(tmp_path: Path, old: str, new: str, message: str) -> 
         start(config, tmp_path / "run", "cpu", 1)
 
 
-def test_numbers_lost_in_the_last_round_are_no_accuracy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["nan", "inf"])  # the last step may also have gone beyond all numbers
+def test_numbers_lost_in_the_last_round_are_no_accuracy(tmp_path: Path, value: str) -> None:
     """A network of nans answers with the first class whatever it sees, which is often right."""
-    method = written(tmp_path, "server.paste(replies)", NAN)
+    method = written(tmp_path, "server.paste(replies)", LOST.replace("VALUE", value))
     with pytest.raises(Diverged, match=r"client client-.*not a number, in 'body"):
         start(small_config(method, rounds=1), tmp_path / "run", "cpu", 1)
     assert "test" not in (tmp_path / "run" / "events.csv").read_text()
 
 
-def test_a_global_model_of_nans_is_no_accuracy_either(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_global_model_of_nans_is_no_accuracy_either(tmp_path: Path, value: str) -> None:
     """Clients keep what they had: only the server's model is lost."""
     whole = (
         "server.whole()\n\n    def offer(self, server, client):\n        return Task(server.job.space.new_weights(0))"
     )
     path = Path(written(tmp_path, "server.whole()", whole))
-    path.write_text(path.read_text().replace("server.paste(replies)", NAN))
+    path.write_text(path.read_text().replace("server.paste(replies)", LOST.replace("VALUE", value)))
     with pytest.raises(Diverged, match="global model"):
         start(small_config(str(path), rounds=1), tmp_path / "run", "cpu", 1)
 

@@ -24,8 +24,9 @@ from .engine.loop import Event, Federation, Memory, Rounds, State
 from .errors import Diverged, UserError
 from .method import Fact, Method, Seat, Server, Task, returned
 from .nets.base import table_for
+from .parts import learnt
 from .spaces.base import Arch, Space, Weights
-from .spaces.measure import Cost
+from .spaces.measure import Cost, parameters_of
 
 TUNE = 10  # epochs, at most, for newcomers to methods that leave clients nothing of their own
 
@@ -57,7 +58,7 @@ def evaluate(federation: Federation, state: State, test: Store | None) -> tuple[
     if shared is not None:
         shared = federation.sent(shared)
         if test is not None:
-            _require_numbers(shared.weights, "the global model")
+            _require_numbers(shared.weights, filter(learnt, shared.weights), "the global model")
         clients = [federation.client(seat, state.memories.get(seat.id, {}), state.round) for seat in trained]
         work = [
             (
@@ -148,16 +149,19 @@ async def finish(
     fold_prior(net, client)
     found = await scores(client, net, splits)
     weights = {n: t.cpu() for n, t in client.copy(net).items()} if last else {}
-    _require_numbers(weights, "the network that it keeps")
+    _require_numbers(weights, parameters_of(net), "the network that it keeps")
     return found, Kept(client.id, net.space, net.arch, weights, client.cost(net))  # type: ignore[arg-type]
 
 
-def _require_numbers(weights: Weights, whose: str) -> None:
+def _require_numbers(weights: Weights, trained: Iterable[str], whose: str) -> None:
     """Raises where training left the numbers in its last step, which no later loss has told: a network that answers
-    nothing would be given the accuracy of its first class."""
-    wrong = next((n for n, t in weights.items() if t.is_floating_point() and bool(t.isnan().any())), None)
-    if wrong is not None:
-        raise Diverged(f"{whose} holds what is not a number, in '{wrong}': try a smaller local.lr, or local.clip = 5.")
+    nothing would be given the accuracy of its first class. What is not trained may be infinite, as masks are."""
+    known = set(trained)
+    for name, t in weights.items():
+        if t.is_floating_point() and bool((~t.isfinite() if name in known else t.isnan()).any()):
+            raise Diverged(
+                f"{whose} holds what is not a number, in '{name}': try a smaller local.lr, or local.clip = 5."
+            )
 
 
 async def _tune(net: nn.Module, client: Client, epochs: int) -> None:
