@@ -245,18 +245,18 @@ def test_steps_of_a_recipe_are_captured_once(lr_end: float, place: str, monkeypa
 
 
 def test_a_full_card_trains_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedtailor.engine.cuda import CudaEngine
+    from fedtailor.engine.starting import Starter
 
     plain, _, _ = run()
-    real, count = CudaEngine._prepare, [0]
+    real, count = Starter.start, [0]
 
-    def tight(self: CudaEngine, *args: Any) -> Any:
+    def tight(self: Starter, *args: Any) -> Any:
         count[0] += 1
         if count[0] == 4:
             raise torch.OutOfMemoryError("full")
         return real(self, *args)
 
-    monkeypatch.setattr(CudaEngine, "_prepare", tight)
+    monkeypatch.setattr(Starter, "start", tight)
     state, federation, said = run()
     assert state.round == 3
     assert federation.engine.at_once == 3  # type: ignore[attr-defined]
@@ -452,7 +452,7 @@ def test_a_card_too_full_to_score_has_fewer_clients_under_way(monkeypatch: pytes
     setup = prepare(config_of("fedavg", "", rounds=1))
     federation, _ = setup.federation(device, 1, say=said.append)
     engine, job, calls = federation.engine, federation.job, iter(range(9))
-    real_hits, real_prepare = engine._hits, engine._prepare  # type: ignore[attr-defined]
+    real_hits, starter = engine._hits, engine._starter  # type: ignore[attr-defined]
 
     def full(real: Callable[..., Any], times: Container[int]) -> Callable[..., Any]:
         def wrapper(*args: Any) -> Any:
@@ -476,7 +476,7 @@ def test_a_card_too_full_to_score_has_fewer_clients_under_way(monkeypatch: pytes
     assert sum("GPU memory is full" in text for text in said) == 2
     monkeypatch.setattr(engine, "_hits", real_hits)
     calls = iter(range(9))
-    monkeypatch.setattr(engine, "_prepare", full(real_prepare, {0}))  # while another client's score is under way
+    monkeypatch.setattr(starter, "start", full(starter.start, {0}))  # while another client's score is under way
     assert len(engine.run([("one", score(0)), ("two", train(1))])) == 2
 
 

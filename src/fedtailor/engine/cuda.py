@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost
-from .jobs import Fit, Job, Loop, Recalibrate, Recipe, Score, Waiting
+from .jobs import Fit, Loop, Recalibrate, Score, Waiting
 from .local import Cannot, LocalEngine, Memory
-from .loops import FULL, LoopReplay, LoopSlot, OwnStep, Recurring
+from .loops import LoopSlot, OwnStep
 from .outfit import fit_out
 from .passes import Passes
 from .replay import FitSlot, Lane, Replay, Step, no_garbage, on
@@ -32,16 +32,15 @@ from .room import Room
 from .shelf import Shelf
 from .slots import Slots
 from .stack import Stacks, equals
-from .steps import Estimate, fit_step
+from .starting import Starter
+from .steps import Estimate
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
 T = TypeVar("T")
-Kind = Step | Recurring | tuple[str, Step]  # of steps: a slot's, a recipe's, or a fit's that is run by itself
 AHEAD = 128  # steps in the card's queue while a step is captured: a full card does about as many in that time
 SLACK = 1.3  # the most that a network's training memory may be underestimated by
 WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for a captured step
 CROWD = 128  # the most clients whose work is under way at once
-TRIES = 2  # at capturing steps of a kind: what was in the way of the first may have been there once only
 MEMORIES = 0.25  # of the card's memory that what clients keep may take
 SHARE = 0.4  # of the card's memory that must be free to get ready for the next round
 
@@ -66,7 +65,7 @@ class CudaEngine(LocalEngine):
         lanes = [Lane(torch.cuda.Stream(device)) for _ in range(at_once)]
         self.slots = Slots(self._make, lanes, slots, self.precision)
         self._stacks = Stacks(self.slots)
-        self._refused: dict[Kind, list[str]] = {}  # why they could not be captured, each time it was tried
+        self._starter = Starter(self.slots, self.precision, self._tell)
         self._passes = Passes(self.slots, lambda: self._free() > SHARE * self.room.size)
         self._foresee: Callable[[], Sequence[Arch]] | None = None
         self.shelf = Shelf(device, int(MEMORIES * self.room.size))
@@ -259,12 +258,16 @@ class CudaEngine(LocalEngine):
             if replays and before < SLACK * most:
                 break
             try:
-                replays.append(self._prepare(label, job, new, {replay.lane for replay in replays}))
+                with self._named(label):
+                    replay, fresh = self._starter.start(label, job, {replay.lane for replay in replays}, self.at_once)
             except torch.OutOfMemoryError as error:  # nothing of this client has run yet
                 self._make_room(len(replays), label, error)
                 self.crowd = self._under_way
                 self.at_once = min(self.at_once, self.crowd)
                 break
+            replays.append(replay)
+            if fresh and isinstance(replay, FitSlot):
+                new.add(replay.key)
             most = max(most, before - self._free())
             self._queue(replays, -(-AHEAD // len(replays)))  # the card works on these while the next one is captured
         if not replays:
@@ -365,50 +368,6 @@ class CudaEngine(LocalEngine):
             self.slots.keep(self.slots.captured(key, lane))
             return True
         return False
-
-    def _prepare(self, label: str, job: Job, new: set[Step], taken: set[Lane]) -> Replay:
-        with self._named(label):
-            kind: Kind | None = None  # of step, as far as it can be told
-            if isinstance(job, Fit) and job.loss is None:
-                key = Step.of(job)
-                kind = ("by itself", key)
-                if not self._obstacle(key):
-                    try:
-                        slot = self.slots.slot(key, job.net, taken, self.at_once)
-                        if slot.fresh:
-                            new.add(slot.key)
-                        slot.begin(job)
-                        return slot
-                    except Cannot as reason:  # it is run as a step of its own
-                        self._refused.setdefault(key, []).append(str(reason))
-            if isinstance(job, Fit):
-                job = Loop(fit_step(job), (job.stream,), job.steps, (job.net,), job.seed)
-            assert isinstance(job, Loop)
-            again = isinstance(job.step, Recipe) and job.steps > 1  # one step is not worth a network of its own
-            if again:
-                kind = Recurring.of(job)
-            obstacle = self._obstacle(kind)
-            if again and not obstacle:
-                replay = self.slots.loop(job, taken)
-                known = replay.made is not None
-                try:
-                    replay.begin(job)
-                except torch.OutOfMemoryError:
-                    if known:  # it refers to itself: unless it is let go with the others, it stays
-                        self.slots.keep_loop(replay)
-                    raise
-            else:
-                replay = LoopReplay(job, self.slots.idle(taken), self.precision, obstacle)
-            if replay.obstacle and replay.left:
-                if kind and replay.obstacle != FULL and not obstacle:
-                    self._refused.setdefault(kind, []).append(replay.obstacle)
-                self._tell(f"{label}: runs step by step, its step cannot be captured ({replay.obstacle})")
-            return replay
-
-    def _obstacle(self, kind: Kind | None) -> str:
-        """What keeps steps of a kind from being captured, if that is certain."""
-        why = self._refused.get(kind, []) if kind else []
-        return why[-1] if len(why) >= TRIES else ""
 
     # scoring ----------------------------------------------------------------------------------------------------
 
