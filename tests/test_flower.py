@@ -510,6 +510,23 @@ def test_server_and_superlink_are_killed_and_go_on_to_the_same_result(tmp_path: 
 
 
 @pytest.mark.flower
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_a_server_ends_its_superlink_without_delay(how: int, tmp_path: Path) -> None:
+    """Ctrl-C in a terminal and `systemctl stop` reach both processes at once."""
+    federation = Loopback(tmp_path / "fl", NAMES[:3])
+    try:
+        served(federation, tmp_path / "run")
+        federation.until("server", "0 of 3 clients are here")
+        process = federation.processes["server"]
+        os.killpg(process.pid, how)
+        assert process.wait(20) == 130
+    finally:
+        federation.close()
+    assert "Stopped. Continue with the same command" in federation.log("server")
+    assert "started again" not in federation.log("server")
+
+
+@pytest.mark.flower
 def test_a_full_disk_and_a_broken_folder_at_clients(tmp_path: Path) -> None:
     """client-001 has a disk of 60 kB, client-002 an image that is none; client-000 finishes alone."""
     from PIL import Image
