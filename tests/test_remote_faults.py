@@ -332,6 +332,28 @@ def test_classes_without_proper_names(classes: object, tmp_path: Path) -> None:
     assert "client-002 is here" in listener.said
 
 
+def test_what_a_client_says_does_not_write_on_the_servers_terminal(tmp_path: Path) -> None:
+    """Half a letter of two would even end the server: no terminal can show it."""
+    hostile = "\x1b[2J\ud800\nclient-000 is lost"
+
+    def twist(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if value["about"] and name == "client-001":
+            value["about"]["fedtailor"] = hostile + "x" * 60_000
+        elif value["worked"] and name == "client-002":
+            value["worked"]["reply"]["weights"]["names"][0] = hostile
+        return pack(value)
+
+    listener = Listener()
+    config = config_of("fedavg", participants=4, rounds=1)
+    serve(config, tmp_path / "run", MemoryPost(tmp_path / "s", NAMES, twist), NAMES, start_with=3, watch=listener)
+    lines = listener.said.splitlines()
+    assert all(line.isprintable() and len(line) < 5000 for line in lines)
+    assert "client-000 is lost" not in lines
+    assert "'client-001' is not taken in: it runs fedtailor ?[2J??client" in listener.said
+    assert "a message of client-002 is refused: weights: the client was not given '?[2J??client" in listener.said
+
+
 def test_a_server_that_waits_says_for_whom(tmp_path: Path) -> None:
     class Slow(MemoryPost):
         def nodes(self) -> dict[int, str]:  # type: ignore[override]
