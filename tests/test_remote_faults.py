@@ -291,6 +291,27 @@ def test_a_run_goes_on_without_a_client_that_was_shut_out(tmp_path: Path) -> Non
     assert [r.split(",")[1] for r in rows(folder) if r.startswith("3,") and ",train,loss," in r] == ["0", "1", "2"]
 
 
+def test_a_run_that_goes_on_knows_its_images(tmp_path: Path) -> None:
+    """The first client to come back with other images must not shut the others out."""
+
+    def other(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if value["about"]:
+            assert unpack(request)["classes"]  # so that clients see whether theirs are among them
+            value["about"]["shape"] = [3, 9, 9] if name == "client-000" else value["about"]["shape"]
+        return pack(value)
+
+    config = config_of("fedavg", participants=4, rounds=2)
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", MemoryPost(tmp_path / "s", NAMES), NAMES, watch=Listener(1, crash))
+    listener = Listener()
+    post = MemoryPost(tmp_path / "s", NAMES, other)
+    folder = serve(config, tmp_path / "run", post, NAMES, start_with=3, watch=listener)
+    assert "'client-000' is not taken in: its images are [3, 9, 9]" in listener.said
+    assert "those of the run [1, 8, 8]" in listener.said
+    assert [r.split(",")[1] for r in rows(folder) if r.startswith("2,") and ",train,loss," in r] == ["1", "2", "3"]
+
+
 def test_who_is_not_taken_in(tmp_path: Path) -> None:
     def claims(value: dict[str, Any], name: str) -> None:
         about = value["about"]

@@ -68,14 +68,14 @@ def serve(
     crowd.public = public
     if old:
         crowd.expected = tuple(old["client_names"])
+        crowd.classes, crowd.shape = classes, shape = tuple(old["classes"]), tuple(old["input"])
         able = [name for name in crowd.expected if not names or name in names]  # others were shut out since
         crowd.gather(min(start_with or len(able), len(able)), able)
-        classes, shape = tuple(old["classes"]), tuple(old["input"])
     else:
         roster(crowd, names, config.clients, config.make_partition().new_clients, start_with)
         classes = common_classes(crowd)
         shape = tuple(next(iter(crowd.members.values())).about["shape"])
-    crowd.classes, crowd.shape = classes, shape
+        crowd.classes, crowd.shape = classes, shape
     known = dict(zip(crowd.expected, old["samples"], strict=True)) if old else {}
 
     def made(samples: Sequence[int]) -> tuple[Job, Fleet]:
