@@ -294,6 +294,18 @@ def test_the_authority_may_lie_in_a_drawer(tmp_path: Path) -> None:
     assert (keys / "server" / "ca.crt").read_bytes() == (keys / "ash" / "ca.crt").read_bytes()
 
 
+def test_a_key_that_was_handed_out_stays_the_one_that_is_let_in(tmp_path: Path) -> None:
+    """Whoever types the whole command again, after the folders have gone to their owners, shuts nobody out."""
+    make_certificates(tmp_path, ["127.0.0.1"], ["ash", "birch"])
+    shutil.rmtree(tmp_path / "ash")
+    public = tmp_path / "server" / "nodes" / "ash.pub"
+    before = public.read_bytes()
+    assert make_certificates(tmp_path, ["127.0.0.1"], ["ash", "birch", "cedar"]) == ["server", "cedar"]
+    assert public.read_bytes() == before
+    public.unlink()
+    assert make_certificates(tmp_path, [], ["ash"]) == ["ash"]
+
+
 def test_certificates_are_such_as_every_python_trusts(tmp_path: Path) -> None:
     """From Python 3.13 on, a default context is a strict one."""
     make_certificates(tmp_path, ["127.0.0.1"], [])
@@ -411,6 +423,23 @@ def test_a_client_is_told_why_no_server_answers(tmp_path: Path) -> None:
 def test_a_clients_folder_is_its_owners_alone(tmp_path: Path) -> None:
     with serving._alone(tmp_path / "clients" / "ash"):
         assert stat.S_IMODE((tmp_path / "clients" / "ash").stat().st_mode) == 0o700
+
+
+def test_a_clients_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write .*ash"), serving._alone(tmp_path / "file" / "ash"):
+        pass
+
+
+def test_a_server_that_cannot_begin_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_certificates(tmp_path / "keys", ["127.0.0.1"], [])
+    with pytest.raises(UserError, match="--log paper"):
+        serving.serve_command("demo", tls=Path("keys"), log=["paper"])
+    (tmp_path / "keys" / "server" / "server.crt").write_text("none")
+    with pytest.raises(UserError, match="no certificate that clients would trust"):
+        serving.serve_command("demo", tls=Path("keys"))
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(
