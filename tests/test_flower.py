@@ -413,10 +413,19 @@ def test_a_client_is_told_why_no_server_answers(tmp_path: Path) -> None:
     try:
         assert unanswered(address, tmp_path / "a" / "ash") == ""
         assert "certificate verify failed" in unanswered(address, tmp_path / "b" / "ash")
+        assert unanswered(address, None).endswith(": it may want TLS, --tls DIR")
     finally:
         server.shutdown()
         server.server_close()
     assert "refused" in unanswered(address, tmp_path / "a" / "ash")
+    plain = ThreadingHTTPServer(("127.0.0.1", 0), Empty)
+    threading.Thread(target=plain.serve_forever, daemon=True).start()
+    try:
+        why = unanswered(f"127.0.0.1:{plain.server_port}", tmp_path / "a" / "ash")
+        assert why.endswith(": what answers there speaks no TLS")
+    finally:
+        plain.shutdown()
+        plain.server_close()
     assert unanswered("fl.example.invalid:x", None)
 
 
@@ -427,7 +436,7 @@ def test_a_clients_folder_is_its_owners_alone(tmp_path: Path) -> None:
 
 def test_a_clients_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write .*ash"), serving._alone(tmp_path / "file" / "ash"):
+    with pytest.raises(UserError, match=r"cannot write .*ash"), serving._alone(tmp_path / "file" / "ash"):
         pass
 
 
