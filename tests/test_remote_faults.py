@@ -291,6 +291,21 @@ def test_a_run_goes_on_without_a_client_that_was_shut_out(tmp_path: Path) -> Non
     assert [r.split(",")[1] for r in rows(folder) if r.startswith("3,") and ",train,loss," in r] == ["0", "1", "2"]
 
 
+def test_rounds_of_clients_that_were_shut_out_go_by(tmp_path: Path) -> None:
+    config = config_of("fedavg", participants=1, rounds=8)
+    post = MemoryPost(tmp_path / "sites", NAMES)
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", post, NAMES, watch=Listener(1, crash))
+    post.away |= {"client-002", "client-003"}
+    with pytest.raises(UserError, match="none of its clients has a key"):
+        serve(config, tmp_path / "run", post, ["client-009"])
+    folder = serve(config, tmp_path / "run", post, NAMES[:2])
+    asked = [r.split(",")[1] for r in rows(start(config, tmp_path / "local", "cpu", 1)) if ",train,loss," in r][1:]
+    assert {"2", "3"} & set(asked)
+    came = [r.split(",")[1] for r in rows(folder) if ",train,loss," in r and not r.startswith("1,")]
+    assert came == [client for client in asked if client in "01"]
+
+
 def test_a_run_that_goes_on_knows_its_images(tmp_path: Path) -> None:
     """The first client to come back with other images must not shut the others out."""
 

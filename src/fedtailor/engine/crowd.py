@@ -95,6 +95,7 @@ class Crowd:
         self.declared = declared  # what the run's method says that clients send
         self.members: dict[str, Member] = {}
         self.expected: tuple[str, ...] = ()  # all names of the run, once they are known
+        self.shut: frozenset[str] = frozenset()  # those of them that have no key any more
         self.known: tuple[str, ...] = ()  # names of clients that have had their turn
         self.classes: tuple[str, ...] = ()  # of the run, and
         self.shape: tuple[int, ...] = ()  # the shape of its images, once they are known

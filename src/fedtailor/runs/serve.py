@@ -69,7 +69,10 @@ def serve(
     if old:
         crowd.expected = tuple(old["client_names"])
         crowd.classes, crowd.shape = classes, shape = tuple(old["classes"]), tuple(old["input"])
-        able = [name for name in crowd.expected if not names or name in names]  # others were shut out since
+        crowd.shut = frozenset(crowd.expected).difference(names or crowd.expected)  # since the run began
+        able = [name for name in crowd.expected if name not in crowd.shut]
+        if not able:
+            raise UserError(f"{out}: none of its clients has a key any more ({', '.join(crowd.expected[:5])}, ...).")
         crowd.gather(min(start_with or len(able), len(able)), able)
     else:
         roster(crowd, names, config.clients, config.make_partition().new_clients, start_with)
