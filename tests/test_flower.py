@@ -294,6 +294,18 @@ def test_the_authority_may_lie_in_a_drawer(tmp_path: Path) -> None:
     assert (keys / "server" / "ca.crt").read_bytes() == (keys / "ash" / "ca.crt").read_bytes()
 
 
+def test_a_key_that_was_handed_out_stays_the_one_that_is_let_in(tmp_path: Path) -> None:
+    """Whoever types the whole command again, after the folders have gone to their owners, shuts nobody out."""
+    make_certificates(tmp_path, ["127.0.0.1"], ["ash", "birch"])
+    shutil.rmtree(tmp_path / "ash")
+    public = tmp_path / "server" / "nodes" / "ash.pub"
+    before = public.read_bytes()
+    assert make_certificates(tmp_path, ["127.0.0.1"], ["ash", "birch", "cedar"]) == ["server", "cedar"]
+    assert public.read_bytes() == before
+    public.unlink()
+    assert make_certificates(tmp_path, [], ["ash"]) == ["ash"]
+
+
 def test_certificates_are_such_as_every_python_trusts(tmp_path: Path) -> None:
     """From Python 3.13 on, a default context is a strict one."""
     make_certificates(tmp_path, ["127.0.0.1"], [])
@@ -401,16 +413,42 @@ def test_a_client_is_told_why_no_server_answers(tmp_path: Path) -> None:
     try:
         assert unanswered(address, tmp_path / "a" / "ash") == ""
         assert "certificate verify failed" in unanswered(address, tmp_path / "b" / "ash")
+        assert unanswered(address, None).endswith(": it may want TLS, --tls DIR")
     finally:
         server.shutdown()
         server.server_close()
     assert "refused" in unanswered(address, tmp_path / "a" / "ash")
+    plain = ThreadingHTTPServer(("127.0.0.1", 0), Empty)
+    threading.Thread(target=plain.serve_forever, daemon=True).start()
+    try:
+        why = unanswered(f"127.0.0.1:{plain.server_port}", tmp_path / "a" / "ash")
+        assert why.endswith(": what answers there speaks no TLS")
+    finally:
+        plain.shutdown()
+        plain.server_close()
     assert unanswered("fl.example.invalid:x", None)
 
 
 def test_a_clients_folder_is_its_owners_alone(tmp_path: Path) -> None:
     with serving._alone(tmp_path / "clients" / "ash"):
         assert stat.S_IMODE((tmp_path / "clients" / "ash").stat().st_mode) == 0o700
+
+
+def test_a_clients_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write .*ash"), serving._alone(tmp_path / "file" / "ash"):
+        pass
+
+
+def test_a_server_that_cannot_begin_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_certificates(tmp_path / "keys", ["127.0.0.1"], [])
+    with pytest.raises(UserError, match="--log paper"):
+        serving.serve_command("demo", tls=Path("keys"), log=["paper"])
+    (tmp_path / "keys" / "server" / "server.crt").write_text("none")
+    with pytest.raises(UserError, match="no certificate that clients would trust"):
+        serving.serve_command("demo", tls=Path("keys"))
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -507,6 +545,23 @@ def test_server_and_superlink_are_killed_and_go_on_to_the_same_result(tmp_path: 
 
     local = start(load(out / "config.toml"), tmp_path / "local", "cpu", 1)
     require_same(out, local, federation.sites, NAMES[:3])
+
+
+@pytest.mark.flower
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_a_server_ends_its_superlink_without_delay(how: int, tmp_path: Path) -> None:
+    """Ctrl-C in a terminal and `systemctl stop` reach both processes at once."""
+    federation = Loopback(tmp_path / "fl", NAMES[:3])
+    try:
+        served(federation, tmp_path / "run")
+        federation.until("server", "0 of 3 clients are here")
+        process = federation.processes["server"]
+        os.killpg(process.pid, how)
+        assert process.wait(20) == 130
+    finally:
+        federation.close()
+    assert "Stopped. Continue with the same command" in federation.log("server")
+    assert "started again" not in federation.log("server")
 
 
 @pytest.mark.flower

@@ -307,10 +307,19 @@ def test_broken_data_is_told_to_both_sides_and_the_rest_go_on(tmp_path: Path) ->
     assert len([r for r in rows(served) if ",test,personal_accuracy," in r]) == 2
 
 
-def test_a_client_runs_no_code_that_its_owner_does_not_trust(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "table",
+    [
+        "[method]\nname = '{}'\n[net]\nname = 'cnn'\n",
+        "[method]\nname = 'fedavg'\n[net]\nname = '{}:Net'\n",
+        "[method]\nname = 'perfedrlnas'\nrewards = ['accuracy', '{}:reward']\n[space]\nname = 'tiny'\n",
+        "[method]\nname = 'fml'\nprivate = [{{name = 'cnn'}}, {{name = '{}'}}]\n[net]\nname = 'cnn'\n",
+    ],
+)
+def test_a_client_runs_no_code_that_its_owner_does_not_trust(table: str, tmp_path: Path) -> None:
     code = tmp_path / "evil.py"
     code.write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'proof')!r}).touch()\n")
-    request = crowd.Request("run", "1", f"[method]\nname = '{code}'\n[net]\nname = 'cnn'\n")
+    request = crowd.Request("run", "1", table.format(code))
     said: list[str] = []
     site = Site("client-000", tmp_path / "site", say=said.append)
     assert unpack(site.answer(request.pack()))["problem"] == "request"

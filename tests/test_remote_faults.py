@@ -291,6 +291,42 @@ def test_a_run_goes_on_without_a_client_that_was_shut_out(tmp_path: Path) -> Non
     assert [r.split(",")[1] for r in rows(folder) if r.startswith("3,") and ",train,loss," in r] == ["0", "1", "2"]
 
 
+def test_rounds_of_clients_that_were_shut_out_go_by(tmp_path: Path) -> None:
+    config = config_of("fedavg", participants=1, rounds=8)
+    post = MemoryPost(tmp_path / "sites", NAMES)
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", post, NAMES, watch=Listener(1, crash))
+    post.away |= {"client-002", "client-003"}
+    with pytest.raises(UserError, match="none of its clients has a key"):
+        serve(config, tmp_path / "run", post, ["client-009"])
+    folder = serve(config, tmp_path / "run", post, NAMES[:2])
+    asked = [r.split(",")[1] for r in rows(start(config, tmp_path / "local", "cpu", 1)) if ",train,loss," in r][1:]
+    assert {"2", "3"} & set(asked)
+    came = [r.split(",")[1] for r in rows(folder) if ",train,loss," in r and not r.startswith("1,")]
+    assert came == [client for client in asked if client in "01"]
+
+
+def test_a_run_that_goes_on_knows_its_images(tmp_path: Path) -> None:
+    """The first client to come back with other images must not shut the others out."""
+
+    def other(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if value["about"]:
+            assert unpack(request)["classes"]  # so that clients see whether theirs are among them
+            value["about"]["shape"] = [3, 9, 9] if name == "client-000" else value["about"]["shape"]
+        return pack(value)
+
+    config = config_of("fedavg", participants=4, rounds=2)
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", MemoryPost(tmp_path / "s", NAMES), NAMES, watch=Listener(1, crash))
+    listener = Listener()
+    post = MemoryPost(tmp_path / "s", NAMES, other)
+    folder = serve(config, tmp_path / "run", post, NAMES, start_with=3, watch=listener)
+    assert "'client-000' is not taken in: its images are [3, 9, 9]" in listener.said
+    assert "those of the run [1, 8, 8]" in listener.said
+    assert [r.split(",")[1] for r in rows(folder) if r.startswith("2,") and ",train,loss," in r] == ["1", "2", "3"]
+
+
 def test_who_is_not_taken_in(tmp_path: Path) -> None:
     def claims(value: dict[str, Any], name: str) -> None:
         about = value["about"]
@@ -330,6 +366,28 @@ def test_classes_without_proper_names(classes: object, tmp_path: Path) -> None:
     serve(config, tmp_path / "run", MemoryPost(tmp_path / "s", NAMES, twist), NAMES, start_with=3, watch=listener)
     assert "'client-001' is not taken in: " in listener.said
     assert "client-002 is here" in listener.said
+
+
+def test_what_a_client_says_does_not_write_on_the_servers_terminal(tmp_path: Path) -> None:
+    """Half a letter of two would even end the server: no terminal can show it."""
+    hostile = "\x1b[2J\ud800\nclient-000 is lost"
+
+    def twist(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if value["about"] and name == "client-001":
+            value["about"]["fedtailor"] = hostile + "x" * 60_000
+        elif value["worked"] and name == "client-002":
+            value["worked"]["reply"]["weights"]["names"][0] = hostile
+        return pack(value)
+
+    listener = Listener()
+    config = config_of("fedavg", participants=4, rounds=1)
+    serve(config, tmp_path / "run", MemoryPost(tmp_path / "s", NAMES, twist), NAMES, start_with=3, watch=listener)
+    lines = listener.said.splitlines()
+    assert all(line.isprintable() and len(line) < 5000 for line in lines)
+    assert "client-000 is lost" not in lines
+    assert "'client-001' is not taken in: it runs fedtailor ?[2J??client" in listener.said
+    assert "a message of client-002 is refused: weights: the client was not given '?[2J??client" in listener.said
 
 
 def test_a_server_that_waits_says_for_whom(tmp_path: Path) -> None:

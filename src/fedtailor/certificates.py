@@ -51,7 +51,8 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], 
         _make_server(authority, server, hosts, days)
         new.append("server")
     for name in nodes:
-        if not (folder / name / "node.key").exists():
+        # a key whose folder is gone is with its owner: another one would shut it out
+        if not (folder / name / "node.key").exists() and not (server / "nodes" / f"{name}.pub").exists():
             _make_node(folder, name)
             new.append(name)
     return new

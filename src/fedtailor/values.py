@@ -148,7 +148,7 @@ def disk_error(path: Path, error: OSError) -> UserError:
     """What to tell a user when a file cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(
-            f"no space left on the disk while writing {path}. Nothing saved before is lost: free some space, "
-            f"then continue with 'fedtailor resume RUN'."
+            f"no space left on the disk while writing {path}. Nothing saved before is lost: free some space, then "
+            f"go on, with a run of this machine by 'fedtailor resume RUN'."
         )
     return UserError(f"cannot write {path}: {error.strerror or error}.")

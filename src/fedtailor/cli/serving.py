@@ -26,7 +26,7 @@ EXPLAINED = (
     "every client its own folder over a safe way, and nobody else's. {0}/authority signs new certificates; the server "
     "does not need it, so keep it on a stick in a drawer. To shut a client out, delete {0}/server/nodes/NAME.pub and "
     "start the server again. 'fedtailor certs' adds what is missing when you run it again, and renews the server's "
-    "certificate when hosts are named."
+    "certificate when hosts are named. It makes a key that was lost anew when NAME's .pub file is gone."
 )
 INSECURE = (
     "[bold red]warning:[/] --insecure: everything travels in clear text, and anybody who reaches the port can take "
@@ -115,15 +115,15 @@ def serve_command(
     from .progress import crowd_watcher
 
     _require_safe(tls, insecure)
+    keys = server_folder(tls) if tls else None
     if onboard:
         folder, loaded, there = Path(config), None, set(read_facts(Path(config))["client_names"])
     else:
         loaded, there = load(config, list(changes or [])), set()
         folder = out or free_folder(Path("runs"), loaded.data.name, loaded.method["name"])
-    watch = with_logs(crowd_watcher(console, quiet), log or [], folder)
-    keys = server_folder(tls) if tls else None
-    link = SuperLink(host, port, keys, folder.parent / f".superlink-{port}", watch.say)
     with _ended_by_signals(), contextlib.nullcontext() if onboard else held(folder):
+        watch = with_logs(crowd_watcher(console, quiet), log or [], folder)
+        link = SuperLink(host, port, keys, folder.parent / f".superlink-{port}", watch.say)
         try:
             link.start()
             names = link.register(node_keys(keys)) if keys else None
@@ -236,8 +236,14 @@ def _require_safe(tls: Path | None, insecure: bool) -> None:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Only one process at a time uses a client's folder."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it will hold the client's pictures
-    with (folder / "lock").open("w") as file:
+    from ..values import disk_error
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it will hold the client's pictures
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise disk_error(folder, error) from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -23,6 +23,7 @@ POLL = 0.1  # seconds between looks for replies
 LOOK = 1.0  # seconds between looks for clients that came or went
 AGAIN = 30.0  # seconds until a client that could not take part is asked again who it is
 NAMED = 10  # clients, at most, that a line lists
+SAID = 4000  # letters of a line, at most
 UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # what would steer a terminal, or is no text at all
 
 
@@ -89,10 +90,12 @@ class Crowd:
         show: Callable[[dict[str, str]], None] = lambda _: None,
         declared: Message | None = None,
     ) -> None:
-        self.post, self.run, self.config, self.say, self.show = post, run, config, say, show
+        self.post, self.run, self.config, self.show = post, run, config, show
+        self.say: Callable[[str], None] = lambda text: say(_shown(text))  # what clients send may be quoted in it
         self.declared = declared  # what the run's method says that clients send
         self.members: dict[str, Member] = {}
         self.expected: tuple[str, ...] = ()  # all names of the run, once they are known
+        self.shut: frozenset[str] = frozenset()  # those of them that have no key any more
         self.known: tuple[str, ...] = ()  # names of clients that have had their turn
         self.classes: tuple[str, ...] = ()  # of the run, and
         self.shape: tuple[int, ...] = ()  # the shape of its images, once they are known
@@ -307,6 +310,12 @@ def _unsound(about: dict[str, Any]) -> str:
     if len(set(classes)) != len(classes):
         return "two of its classes have one name"
     return ""
+
+
+def _shown(text: str) -> str:
+    """A line that says no more than a line can and steers no terminal, whatever it quotes."""
+    text = UNSHOWN.sub("?", text)
+    return text if len(text) <= SAID else f"{text[:SAID]}..."
 
 
 def _claimed(content: Parcel) -> str:

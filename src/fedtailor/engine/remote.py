@@ -69,8 +69,11 @@ class RemoteFederation(Rounds):
         return self.crowd.ready(seat.name) and self.crowd.members[seat.name].about["samples"] == seat.samples
 
     def _gather(self, state: State) -> None:
-        """Waits while the next round's participants are too few for a quorum."""
-        seats = [self.job.seats[i] for i in super().present(state.round + 1)]
+        """Waits while the next round's participants are too few for a quorum. Nobody waits for those that were shut
+        out: a round that has no others goes by."""
+        seats = [
+            seat for i in super().present(state.round + 1) if (seat := self.job.seats[i]).name not in self.crowd.shut
+        ]
         quorum, names = min(self.waiting.quorum, len(seats)), [seat.name for seat in seats]
         while True:
             self.crowd.gather(quorum, names)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -225,9 +225,9 @@ class Site:
         try:
             table = tomllib.loads(text)
             for kind in ("method", "space", "net"):  # before anything is looked up: that would run the code
-                name = _name_in(table.get(kind))
-                if (".py" in name or ":" in name) and name not in self.trust:
-                    raise UserError(f"the run names the code '{name}', which --trust does not list.")
+                for name in _code_in(_resolved(table.get(kind))):
+                    if name not in self.trust:
+                        raise UserError(f"the run names the code '{name}', which --trust does not list.")
             config = load_config(table)
             self.engine.compute_in(config.precision)
             return config
@@ -330,11 +330,20 @@ class Site:
         return Desk(request.run, config, job, seat, config.make_method(), own, deal, learn, test, public)
 
 
-def _name_in(table: object) -> str:
-    """The name in a table of the config; a server's config has one of each kind, never a list of them."""
+def _resolved(table: object) -> object:
+    """A table of the config; a server's config has one of each kind, never a list of them."""
     if table is not None and not isinstance(table, dict):
         raise UserError("the run's configuration is not resolved.")
-    return str(table.get("name", "")) if table else ""
+    return table
+
+
+def _code_in(value: object) -> Iterator[str]:
+    """Every name of code in a table, as the registry knows it: of the thing itself, of its rewards, of private nets."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _code_in(item)
+    elif isinstance(value, str) and (".py" in value or ":" in value):
+        yield value
 
 
 def _in_classes(dataset: Dataset, classes: tuple[str, ...]) -> Dataset:

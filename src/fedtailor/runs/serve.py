@@ -68,14 +68,17 @@ def serve(
     crowd.public = public
     if old:
         crowd.expected = tuple(old["client_names"])
-        able = [name for name in crowd.expected if not names or name in names]  # others were shut out since
+        crowd.classes, crowd.shape = classes, shape = tuple(old["classes"]), tuple(old["input"])
+        crowd.shut = frozenset(crowd.expected).difference(names or crowd.expected)  # since the run began
+        able = [name for name in crowd.expected if name not in crowd.shut]
+        if not able:
+            raise UserError(f"{out}: none of its clients has a key any more ({', '.join(crowd.expected[:5])}, ...).")
         crowd.gather(min(start_with or len(able), len(able)), able)
-        classes, shape = tuple(old["classes"]), tuple(old["input"])
     else:
         roster(crowd, names, config.clients, config.make_partition().new_clients, start_with)
         classes = common_classes(crowd)
         shape = tuple(next(iter(crowd.members.values())).about["shape"])
-    crowd.classes, crowd.shape = classes, shape
+        crowd.classes, crowd.shape = classes, shape
     known = dict(zip(crowd.expected, old["samples"], strict=True)) if old else {}
 
     def made(samples: Sequence[int]) -> tuple[Job, Fleet]:

@@ -48,6 +48,8 @@ def superlink() -> None:
     from flwr.superlink.cli import flower_superlink
     from starlette.middleware import Middleware
 
+    # Ctrl-C in a terminal reaches this process, too; it ends when the server has said farewell
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     extensions.get_middleware = lambda: (Middleware(LocalOnly),)  # type: ignore[arg-type]
     flower_superlink()
 

@@ -198,8 +198,9 @@ class SuperLink:
             status, details = SubStatus.COMPLETED, ""
         finally:
             done.set()
-            with contextlib.suppress(Exception):
-                client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=details))
+            self._closing.set()  # whatever ended this process may have ended the SuperLink, too: let it be
+            output = PushTaskOutputRequest(sub_status=status, details=details)
+            _in_time(LEAVE, lambda: client.PushTaskOutput(output))  # Flower asks a SuperLink that is gone for ever
             grid.close()
 
     def _token(self) -> str:
@@ -220,6 +221,18 @@ def _beat(client: RuntimeHttpClient, done: threading.Event) -> None:
     while not done.wait(HEARTBEAT):
         with contextlib.suppress(Exception):
             client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+
+
+def _in_time(seconds: float, do: Callable[[], object]) -> None:
+    """Does something that may fail or never end, but waits only so long for it."""
+
+    def tried() -> None:
+        with contextlib.suppress(Exception):
+            do()
+
+    thread = threading.Thread(target=tried, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _public(path: Path) -> bytes:

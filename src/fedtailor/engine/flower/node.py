@@ -97,7 +97,12 @@ def unanswered(address: str, tls: Path | None) -> str:
             trusted.load_verify_locations(tls / "ca.crt")
         httpx.get(f"{'https' if tls else 'http'}://{address}/", verify=trusted, timeout=WAIT)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        return str(error).strip() or type(error).__name__
+        why = str(error).strip().rstrip(".") or type(error).__name__
+        if "WRONG_VERSION_NUMBER" in why:
+            return f"{why}: what answers there speaks no TLS"
+        if not tls and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+            return f"{why}: it may want TLS, --tls DIR"
+        return why
     return ""
 
 
