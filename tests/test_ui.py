@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fedtailor.report.html import write_report
 from fedtailor.runs.execute import start
 from fedtailor.runs.results import Results
 from fedtailor.ui import networks, searches, views
+from fedtailor.ui.freeze import freeze
 from fedtailor.ui.server import application, host_of
 from fedtailor.ui.shelf import Shelf
 from synthetic_run import config, realistic
@@ -276,6 +278,38 @@ def test_broken_runs_are_listed_and_the_others_go_on(tmp_path: Path) -> None:
     gone = page.get("/api/overview", params={"run": "good"})
     assert "deleted" in gone.json()["error"]
     assert get(page, "overview", run=other.name)["error"].startswith("this run has format 9")
+
+
+def test_one_odd_run_hides_no_other(tmp_path: Path) -> None:
+    realistic(tmp_path / "good", 10, 4)
+    odd = realistic(tmp_path / "odd", 10, 4)
+    facts = json.loads((odd / "run.json").read_text())
+    (odd / "run.json").write_text(json.dumps({**facts, "client_names": 5}))
+    endless = realistic(tmp_path / "endless", 10, 4)
+    with (endless / "events.csv").open("a") as file:
+        file.write("4,0,val,personal_accuracy,inf\n")
+    page = TestClient(application(tmp_path), base_url="http://localhost")
+    cards = {card["id"]: card for card in get(page, "runs")["runs"]}
+    assert [cards[name]["status"] for name in ("good", "odd", "endless")] == ["done", "broken", "done"]
+    assert "TypeError" in cards["odd"]["problem"]
+    assert len(get(page, "clients", run="endless")["name"]) == 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep names as text")
+def test_a_folder_whose_name_is_not_text(tmp_path: Path) -> None:
+    root = tmp_path / "r\udcff"
+    folder = realistic(root / "b\udcfe", 10, 4)
+    realistic(root / "good", 10, 4)
+    page = TestClient(application(root), base_url="http://localhost")
+    found = get(page, "runs")
+    assert found["root"] == r"r\udcff"
+    assert {card["id"] for card in found["runs"]} == {r"b\udcfe", "good"}
+    assert get(page, "overview", run=r"b\udcfe")["name"] == r"b\udcfe"
+    assert [row["finished"] for row in get(page, "compare", run=[r"b\udcfe", "good"])["rows"]] == [True, True]
+    (folder / "events.csv").write_text("nothing\n")
+    assert "not an event table" in get(page, "overview", run=r"b\udcfe")["error"]
+    folder = realistic(root / "c\udcfe", 10, 4)
+    assert freeze(Results.read(folder))["overview"]["id"] == r"c\udcfe"
 
 
 def test_comparison_flags_what_is_unfair(page: TestClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shutil
@@ -334,6 +335,11 @@ def test_seeds_share_a_row_and_pairs_share_a_seed(tab: Any, browser: Any, addres
     assert "half (val, round 12)" in tab.inner_text('[data-figure="compare-5-paired"] figcaption')
     ends = saved(tab, "compare-5-pareto", "CSV").splitlines()
     assert [row.partition(",")[0] for row in ends[1:]] == ["one", "two"], "half a run has half the costs"
+    with tab.expect_download() as download:
+        tab.click('[aria-label="CSV of the rows"]')
+    lines = list(csv.DictReader(Path(download.value.path()).read_text().splitlines()))
+    for line in lines[:2]:  # the whole run's time, as `fedtailor compare` has it; rounds alone take less
+        assert float(line["measured"]) == float(line["measured_seconds"]) > 0
     picture = saved(tab, "compare-5-curves", "SVG")
     words = [
         "".join(text.itertext()) for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")
@@ -411,6 +417,19 @@ def test_nobody_is_missing_from_the_pictures(tab: Any, address: str, shelf: Path
         (low, y0), (high, y1) = ticks[0], ticks[-1]
         clients = sum(round((high - low) * (h + 1.2) / (y0 - y1)) for h in tall)
         assert clients == 60, figure
+
+
+def test_no_label_of_an_axis_is_cut_off(tab: Any, address: str, shelf: Path) -> None:
+    sizes = ["--set", "rounds=1", "--set", "local.epochs=1"]
+    search = ["--set", "method.name=perfedrlnas", "--set", "fleet.name=capacity-low"]
+    assert fedtailor("run", "demo", *search, *sizes, "--out", str(shelf / "capacity"), "-q").wait(120) == 0
+    tab.goto(f"{address}#/run/capacity/archs")
+    figure = '[data-figure="capacity-budget-flops"] .drawing'
+    tab.wait_for_selector(f"{figure} svg", timeout=60_000)
+    left = tab.eval_on_selector(figure, "box => box.getBoundingClientRect().left")
+    starts = tab.eval_on_selector_all(f"{figure} svg text", "all => all.map(t => t.getBoundingClientRect().left)")
+    assert starts
+    assert min(starts) >= left
 
 
 def test_a_broken_address_and_the_cursor(tab: Any, address: str, shelf: Path) -> None:

@@ -5,7 +5,7 @@ import { defineConfig } from "vite";
 
 const out = "../src/fedtailor/ui/static";
 
-// The same as tests/test_ui_build.py: a build that is older than its sources is noticed without node.
+// The same as tests/test_ui.py: a build that is older than its sources is noticed without node.
 function sources() {
   const names = ["package-lock.json", "package.json", "tsconfig.json", "vite.config.mjs"];
   names.push(...readdirSync("src").map((name) => `src/${name}`));

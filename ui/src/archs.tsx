@@ -206,7 +206,7 @@ function Memory({ run, data, devices }: { run: Overview; data: Clients; devices:
     <Figure title={`${q === "flops" ? "FLOPs" : `${q[0]!.toUpperCase()}${q.slice(1)}`} against budget`} file={`${run.name}-budget-${q}`} at={{ run: run.name, round: run.round, seed: run.seed }} deps={[data, devices, q]} onPick={(d) => { location.hash = href(run.id, "clients", String(d.client)); }}
       caption={`What ${q === "memory" ? "training " : ""}each client’s network needs, against what its device affords${devices.hard ? " (a hard limit)" : ""}.${near ? " The line is all of the budget." : " All networks are far below it."}`}
       rows={() => all.map((d) => ({ client: d.client, name: data.name[d.client], device: devices.device[d.client], limit: d.x, needs: d.y }))}
-      draw={(width) => dots(all, { width, xLabel: "budget →", yLabel: "↑ needed", xFormat: say, yFormat: say, diagonal: near, marginLeft: 62 })}>
+      draw={(width) => dots(all, { width, xLabel: "budget →", yLabel: "↑ needed", xFormat: say, yFormat: say, diagonal: near, marginLeft: 78 })}>
       {quantities.length > 1 && <Choose label="quantity" hidden value={q} options={quantities.map((name) => [name, name] as [string, string])} set={setWhich} />}
     </Figure>
   );

@@ -76,7 +76,7 @@ export function histogram(values: { value: number; fill: string }[], o: LineOpti
   // a bin holds its lower edge but not its upper; the last holds both, or the highest client would be missing
   const top = o.bins.at(-1)!, within = (top + o.bins.at(-2)!) / 2, held = values.map((v) => ({ ...v, value: v.value >= top ? within : v.value }));
   return Plot.plot({
-    width: o.width, height: o.height ?? 220, marginLeft: 42, marginTop: 22, style: base,
+    width: o.width, height: o.height ?? 220, marginLeft: 42, marginTop: 22, marginBottom: 36, style: base,
     x: { label: o.xLabel, tickFormat: o.xFormat as any, ticks: Math.max(3, Math.floor(o.width / 90)) },
     y: { label: "clients", grid: true, tickFormat: (v: number) => (Number.isInteger(v) ? String(v) : ""), ticks: 5 },
     color: { type: "identity" },

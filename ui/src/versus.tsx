@@ -26,7 +26,8 @@ function std(values: number[]): number {
   return values.length < 2 ? 0 : Math.sqrt(values.reduce((sum, v) => sum + (v - middle) ** 2, 0) / (values.length - 1));
 }
 const total = (o: Overview, axis: Axis) => axes[axis].of(o.costs).reduce((a, b) => a + b, 0);
-export const cost = (told: Told, axis: Axis) => mean(told.runs.map(({ o }) => total(o, axis)));
+/** What a row cost in all. Measured time is the whole run's where it is over, as in every other table: rounds alone leave out the last evaluation. */
+export const cost = (told: Told, axis: Axis) => (axis === "measured" && told.row.finished ? (told.row.measured_seconds as number | null) : null) ?? mean(told.runs.map(({ o }) => total(o, axis)));
 
 /** The mean over the seeds of a row at the rounds that all of them have, and the std over seeds; across are rounds or a cost. */
 function overSeeds({ runs }: Told, metric: Metric, axis?: Axis) {

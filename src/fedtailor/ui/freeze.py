@@ -13,6 +13,7 @@ from ..errors import UserError
 from ..runs.compare import Comparison
 from ..runs.results import Results
 from . import networks, searches, views
+from .shelf import readable
 
 STATIC = Path(__file__).parent / "static"
 EACH = 100  # clients up to which a report tells every single one's rounds
@@ -26,7 +27,7 @@ def freeze(run: Results) -> dict[str, Any]:
     """What the page asks the live server for, by the names under which it looks in itself."""
     people = views.clients(run)
     found: dict[str, Any] = {
-        "overview": views.overview(run, run.name, str(run.facts.get("status", "unknown"))),
+        "overview": views.overview(run, readable(run.name), str(run.facts.get("status", "unknown"))),
         "clients": people,
         "archs": searches.archs(run),
         "gain": views.gain(run),

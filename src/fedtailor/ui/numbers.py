@@ -26,4 +26,4 @@ def numbers(values: Iterable[Any], digits: int = 6) -> list[float | int | None]:
 
 def shares(values: np.ndarray) -> list[int | None]:
     """Accuracies in ten-thousandths: half the text of a decimal fraction."""
-    return [None if math.isnan(v) else round(1e4 * v) for v in values.tolist()]
+    return [round(1e4 * v) if math.isfinite(v) else None for v in values.tolist()]

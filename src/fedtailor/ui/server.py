@@ -27,7 +27,7 @@ from ..errors import UserError
 from ..runs.compare import compare
 from ..runs.results import Results
 from . import networks, searches, views
-from .shelf import Shelf
+from .shelf import Shelf, readable
 
 STATIC = Path(__file__).parent / "static"
 FILES = {"app.js": "text/javascript", "app.css": "text/css"}
@@ -177,11 +177,11 @@ def _wait(began: float) -> dict[str, str]:
 
 def _json(found: Any, status: int) -> Response:
     text = json.dumps(found, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    return Response(text, status, media_type="application/json")
+    return Response(text.encode("utf-8", "backslashreplace"), status, media_type="application/json")
 
 
 async def _runs(shelf: Shelf, request: Request) -> Response:
-    told = lambda: {"root": shelf.root.name, "runs": shelf.cards()}  # noqa: E731
+    told = lambda: {"root": readable(shelf.root.name), "runs": shelf.cards()}  # noqa: E731
     return await _answer(shelf, request, lambda: f"{time.monotonic_ns()}", told)
 
 

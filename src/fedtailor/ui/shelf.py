@@ -36,12 +36,12 @@ class Shelf:
     def found(self) -> dict[str, Path]:
         """Every run folder below the root by its name; a root that is a run is the only one."""
         if (self.root / "run.json").is_file():
-            return {self.root.name: self.root}
+            return {readable(self.root.name): self.root}
         runs: dict[str, Path] = {}
         for folder, names, files in os.walk(self.root, followlinks=False):
             here = Path(folder)
             if "run.json" in files and self._inside(here):
-                runs[here.relative_to(self.root).as_posix()] = here
+                runs[readable(here.relative_to(self.root).as_posix())] = here
                 names.clear()
             elif len(here.relative_to(self.root).parts) >= DEPTH:
                 names.clear()
@@ -69,7 +69,7 @@ class Shelf:
         """Reads the runs that were written last, which are the likeliest to be looked at."""
         found = sorted(self.found().items(), key=lambda item: -_mtime(item[1] / "events.csv"))
         for name, _ in found[:WARM]:
-            with contextlib.suppress(KeyError):
+            with contextlib.suppress(Exception):  # who asks for the run is told what is wrong with it
                 self.follower(name)
 
     def cards(self) -> list[dict[str, Any]]:
@@ -89,8 +89,15 @@ class Shelf:
             card = run_card(name, results, follower.status)
         except UserError as error:
             card = broken_card(name, str(error))
+        except Exception as error:  # run.json may hold anything: one damaged run must not hide the others
+            card = broken_card(name, f"This could not be read ({type(error).__name__}: {error}).")
         self._cards[name] = stamp, card
         return card
+
+
+def readable(name: str) -> str:
+    """A file's name as text that JSON and an address can hold: a name may be any bytes."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def run_card(name: str, run: Results, status: str) -> dict[str, Any]:
@@ -99,7 +106,7 @@ def run_card(name: str, run: Results, status: str) -> dict[str, Any]:
     spread = run.spreads["personal"] if at else None
     return {
         "id": name,
-        "name": run.name,
+        "name": readable(run.name),
         "status": status,
         "method": run.method,
         "network": run.network,
