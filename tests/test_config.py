@@ -98,6 +98,22 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         load("dmeo")
 
 
+def test_own_method_from_a_file_that_imports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept_elsewhere.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from fedtailor.methods.fedavg import FedAvg\n"
+        "from fedtailor.registry import register\n"
+        "@register('method', 'elsewhere')\n@dataclass(frozen=True)\nclass Elsewhere(FedAvg):\n    knob: float = 1.0\n"
+    )
+    (tmp_path / "outer.py").write_text(
+        "from fedtailor.methods.ditto import Ditto\nfrom kept_elsewhere import Elsewhere\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):
+        config = load("demo", [f"method.name={tmp_path / 'outer.py'}", "method.knob=2.0"])
+        assert config.make_method().knob == 2.0  # type: ignore[attr-defined]
+
+
 def test_own_method_and_own_net_from_one_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\n"
