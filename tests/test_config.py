@@ -7,6 +7,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,37 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         load(tmp_path / "bad.toml")
     with pytest.raises(UserError, match=r"unknown preset 'dmeo'.*Did you mean 'demo'"):
         load("dmeo")
+
+
+@pytest.mark.parametrize(
+    ("table", "changes", "words"),
+    [
+        ("demo", ["local=3"], r"for example local\.epochs="),
+        ("demo", ["method=ditto"], r"for example method\.name=ditto"),
+        ({"local": 3}, [], r"for example local\.epochs"),
+        ({"data": 3}, [], r"for example data\.name"),
+        ({"space": ["tiny", "darts"]}, [], r"write a table for each: \[\[space\]\]"),
+    ],
+)
+def test_what_is_a_table_is_told_with_a_key_that_it_has(table: Any, changes: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load(table, changes)
+
+
+def test_own_method_from_a_file_that_imports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept_elsewhere.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from fedtailor.methods.fedavg import FedAvg\n"
+        "from fedtailor.registry import register\n"
+        "@register('method', 'elsewhere')\n@dataclass(frozen=True)\nclass Elsewhere(FedAvg):\n    knob: float = 1.0\n"
+    )
+    (tmp_path / "outer.py").write_text(
+        "from fedtailor.methods.ditto import Ditto\nfrom kept_elsewhere import Elsewhere\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):
+        config = load("demo", [f"method.name={tmp_path / 'outer.py'}", "method.knob=2.0"])
+        assert config.make_method().knob == 2.0  # type: ignore[attr-defined]
 
 
 def test_own_method_and_own_net_from_one_file(tmp_path: Path) -> None:

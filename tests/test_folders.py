@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 import threading
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from fedtailor.cli.main import app
 from fedtailor.engine.loop import Event
 from fedtailor.runs import execute
 from fedtailor.runs.execute import Watcher, resume, start
+from fedtailor.runs.facts import read_facts
 from fedtailor.runs.folder import held
+from fedtailor.runs.results import Results
 from tools import small_config
 
 
@@ -103,6 +107,21 @@ def test_ctrl_c_before_a_run_has_begun_promises_nothing(tmp_path: Path, monkeypa
     assert found.exit_code == 130
     assert "nothing to resume" in found.output
     assert not (tmp_path / "run").exists()
+
+
+def test_commands_to_copy_survive_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    typed = ["run", "demo", "--quiet", "--set", "rounds = 2", "--out", "my runs/one"]
+    monkeypatch.setattr(sys, "argv", ["fedtailor", *typed])
+    monkeypatch.setattr(Watcher, "round", stopped)
+    found = CliRunner().invoke(app, typed)
+    assert "Continue with: fedtailor resume 'my runs/one'" in found.output
+    folder = Path("my runs/one")
+    assert shlex.split(read_facts(folder)["command"]) == ["fedtailor", *typed]
+    assert "fedtailor resume 'my runs/one'" in Results.read(folder).warnings()[0]
 
 
 def test_somebodys_folder_is_no_run_to_continue(tmp_path: Path) -> None:

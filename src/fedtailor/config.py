@@ -312,7 +312,9 @@ def _changed(table: Mapping[str, Any], path: Sequence[str], value: Any, key: str
     if not rest:
         old = table.get(head)
         if isinstance(old, dict) and not isinstance(value, dict):
-            raise UserError(f"'{key}' is a table; set one of its keys, for example {key}.name={value}.")
+            named = head in ("method", "space", "net", "data", "public", "partition", "fleet")
+            example = f"name={value}" if named else f"{next(iter(old), 'KEY')}=..."
+            raise UserError(f"'{key}' is a table; set one of its keys, for example {key}.{example}.")
         if isinstance(old, dict) and value and "name" not in value:  # what it leaves out stays; what has a name is new
             for inner, one in value.items():
                 old = _changed(old, [inner], one, f"{key}.{inner}")
@@ -336,6 +338,8 @@ def _one_of(table: Mapping[str, Any], kind: str) -> dict[str, Any]:
     entries = table.get(kind)
     if not isinstance(entries, list) or not entries:
         return dict(table)
+    if not all(isinstance(entry, Mapping) for entry in entries):
+        raise UserError(f"{kind} = {entries!r}: to choose from several, write a table for each: [[{kind}]], name = ...")
     from .registry import lookup
 
     method = _method_class(table.get("method", {"name": "fedavg"}))

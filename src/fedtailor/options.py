@@ -54,7 +54,8 @@ def check(cls: type, table: Mapping[str, Any], where: str, hidden: Collection[st
         kind = _types(cls)[key]
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             if not isinstance(value, Mapping):
-                raise UserError(f"{path} = {value!r}: this is a table of keys, for example {path}.name = ...")
+                example = f"{path}.{next(iter(_types(kind)))}"
+                raise UserError(f"{path} = {value!r}: this is a table of keys, for example {example} = ...")
             found[key] = read(kind, value, path)
         else:
             found[key] = _convert(adapters[key], value, path)

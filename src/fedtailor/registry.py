@@ -60,7 +60,6 @@ def lookup(kind: str, name: str) -> Any:
 def _user_defined(kind: str, name: str) -> Any:
     source, _, attribute = name.partition(":")
     shipped = {k: _shipped(k) for k in KINDS}
-    before = set(_known[kind])
     try:
         if source.endswith(".py"):
             module = _loaded(Path(source), f"{kind}.name = '{name}'")
@@ -75,9 +74,10 @@ def _user_defined(kind: str, name: str) -> Any:
                 raise UserError(f"{kind}.name = '{name}': '{source}' has no '{attribute}'.")
             return thing
         registered = _known[kind]
-        found = [n for n, thing in registered.items() if thing.__module__ == module.__name__] or sorted(
-            set(registered) - before
-        )
+        found = [n for n, thing in registered.items() if thing.__module__ == module.__name__]
+        if not found:  # its own, from a file that it imports; that one is run once, and this one at every question
+            own = {id(thing) for thing in vars(module).values()} - {id(thing) for thing in shipped[kind].values()}
+            found = sorted(n for n, thing in registered.items() if id(thing) in own)
         if len(found) != 1:
             raise UserError(
                 f"{kind}.name = '{name}': the file registers {len(found)} of kind {kind} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -149,7 +150,7 @@ def _run(
     except KeyboardInterrupt:
         begun = (folder / "run.json").exists()
         again = (
-            f"Continue with: fedtailor resume {folder}"
+            f"Continue with: {shlex.join(['fedtailor', 'resume', str(folder)])}"
             if begun
             else "The run had not begun: there is nothing to resume."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -57,7 +58,7 @@ def common_facts(
             "smallest": space.cost(space.smallest).parameters,
             "largest": space.cost(space.largest).parameters,
         },
-        "command": command or " ".join(["fedtailor", *sys.argv[1:]]),
+        "command": command or shlex.join(["fedtailor", *sys.argv[1:]]),
         "input": list(space.input),
         "classes": list(classes),
         "client_names": [seat.name for seat in job.seats],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import threading
 import time
@@ -76,7 +77,8 @@ class Follower:
             why = (
                 "its process is gone." if known else "it has written nothing for ten minutes: long rounds, or its end."
             )
-            found.append(f"The run says that it is running, but {why} Continue it with: fedtailor resume {self.folder}")
+            again = shlex.join(["fedtailor", "resume", str(self.folder)])
+            found.append(f"The run says that it is running, but {why} Continue it with: {again}")
         return found
 
     @property

@@ -6,6 +6,7 @@ Numbers come from the last round only. A run that did not finish gives validatio
 from __future__ import annotations
 
 import json
+import shlex
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -187,7 +188,8 @@ class Results:
             status = self.facts.get("status", "unknown")
             found.append(
                 f"UNFINISHED RUN: {self.rounds_done} of {self.rounds_planned} rounds done (status: {status}). Numbers "
-                f"are validation numbers of round {at}, not results. For test numbers: fedtailor resume {self.folder}"
+                f"are validation numbers of round {at}, not results. For test numbers: "
+                + shlex.join(["fedtailor", "resume", str(self.folder)])
             )
         elif split != "test":
             found.append(f"NO TEST NUMBERS in round {at} although the run is done; the numbers are validation numbers.")
