@@ -152,7 +152,17 @@ def test_a_damaged_line_is_named(run: Path) -> None:
         Results.read(run)
 
 
-@pytest.mark.parametrize("row", ["x,1,test,loss,0.3", "1,1,tset,loss,0.3", "1,1,test,loss,high", "1,who,test,loss,1"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "x,1,test,loss,1",
+        "1,1,tset,loss,1",
+        "1,1,test,loss,high",
+        "1,who,test,loss,1",
+        "1,3,test,loss,1",
+        "1,9999999,test,loss,1",
+    ],
+)
 def test_a_wrong_field_is_an_error(run: Path, row: str) -> None:
     (run / "events.csv").write_text(f"{HEADER}\n1,1,test,loss,0.1\n{row}\n")
     with pytest.raises(UserError, match="line 3"):

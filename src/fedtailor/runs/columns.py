@@ -79,9 +79,13 @@ def require_header(path: Path, line: bytes) -> None:
 
 
 class Reader:
-    """Whole lines to columns. Metrics and texts keep their numbers from one piece of a log to the next."""
+    """Whole lines to columns. Metrics and texts keep their numbers from one piece of a log to the next.
+
+    `names` are all clients of the run: a row of another one is damaged.
+    """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
+        self._clients = len(names) or 10**8
         self._names = {name: i for i, name in reversed(list(enumerate(names))) if not name.isdecimal()}
         self._metrics: dict[str, int] = {}
         self._texts: dict[str, int] = {}
@@ -99,6 +103,7 @@ class Reader:
         text = _Text(body)
         round, ok = text.numbers(starts[whole], a)
         client, known = text.numbers(a + 1, b)
+        known &= client < self._clients
         for i in np.flatnonzero(~known):  # the server's rows, and clients by their names
             name = text.part(int(a[i]) + 1, int(b[i]))
             client[i] = self._names.get(name, SERVER)
