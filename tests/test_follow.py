@@ -123,7 +123,7 @@ def test_every_kind_of_row(tmp_path: Path) -> None:
     lines = ["1,,,round_seconds,1e-05", "1,0,,arch,3", "12345678,7,val,accuracy,nan", "2,alpha,train,loss,-0.25"]
     path = tmp_path / "events.csv"
     path.write_bytes(("round,client,split,metric,value\r\n" + "\r\n".join(lines) + "\r\n").encode())
-    events = read_events(path, ["zero", "alpha"])
+    events = read_events(path, ["zero", "alpha", *(f"client {i}" for i in range(2, 8))])
     assert events.round.tolist() == [1, 1, 12345678, 2]
     assert events.client.tolist() == [-1, 0, 7, 1]
     assert events.value[[0, 3]].tolist() == [1e-05, -0.25]

@@ -216,7 +216,7 @@ def test_an_evaluation_cut_short_is_not_a_result(tmp_path: Path) -> None:
 
 
 def test_many_rows_are_all_read(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "r", [])
+    folder = write_run(tmp_path / "r", [], facts(100))
     rows = 200_000  # several of the pieces that the file is read in
     with (folder / "events.csv").open("a") as file:
         file.writelines(f"{i // 1000},{i % 100},train,m{i // 100 % 10},{i / 7!r}\n" for i in range(rows))
