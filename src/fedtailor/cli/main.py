@@ -30,29 +30,6 @@ Start here:
 - `fedtailor list methods` shows what there is
 """,
 )
-app.add_typer(partition.app, name="partition", help="Make, show and picture a partition of a data set.")
-app.add_typer(data.app, name="data", help="Look at data before anything runs.")
-app.add_typer(fleet.app, name="fleet", help="Show the clients' devices, budgets and round times.")
-app.add_typer(space.app, name="space", help="Show a search space or one of its architectures.")
-app.command("report")(report.report_command)
-app.command("compare")(report.compare_command)
-app.command("ui")(ui.ui_command)
-app.command("milestones")(milestones.milestones_command)
-app.command("policies")(policies.policies_command)
-app.command("gain")(gain.gain_command)
-app.command("cells")(gain.cells_command)
-app.command("shrink")(shrink.shrink_command)
-app.command("certs")(serving.certs_command)
-app.command("serve")(serving.serve_command)
-app.command("join")(serving.join_command)
-app.command("onboard")(join.onboard_command)
-app.command("personalize")(join.personalize_command)
-app.command("new")(new.new_command)
-app.command("export")(take.export_command)
-app.command("predict", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    take.predict_command
-)
-
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -74,7 +51,6 @@ DataDir = Annotated[
 ]
 
 
-@app.command()
 def run(
     config: Annotated[str, typer.Argument(help="A preset (`fedtailor list presets`) or a TOML file.")],
     changes: Set = None,
@@ -108,7 +84,6 @@ def run(
     _run(folder, device, engine, workers, quiet, loaded, log)
 
 
-@app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     device: Device = "auto",
@@ -175,7 +150,6 @@ def _write_report(folder: Path) -> Path | None:
     return write_report(folder)
 
 
-@app.command()
 def demo(
     methods: Annotated[
         list[str] | None,
@@ -220,7 +194,6 @@ def demo(
     console.print(f"report: {page.resolve()}", soft_wrap=True)
 
 
-@app.command("list")
 def list_names(
     what: Annotated[str, typer.Argument(help="methods, spaces, nets, data, partitions, fleets or presets")],
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
@@ -240,7 +213,6 @@ def list_names(
         print_names(what, as_json, console)
 
 
-@app.command()
 def explain(method: Annotated[str, typer.Argument(help="A name from `fedtailor list methods`, or your own.")]) -> None:
     """Say what a method sends, keeps and learns, in words and as a diagram.
 
@@ -251,9 +223,47 @@ def explain(method: Annotated[str, typer.Argument(help="A name from `fedtailor l
     console.print(explained(method), markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command()
 def doctor() -> None:
     """Say what is installed, which devices are found and what would run."""
     from .listing import print_diagnosis
 
     print_diagnosis(console)
+
+
+# In the order in which one meets them, which `fedtailor --help` keeps; those that have commands of their own come last.
+PANELS = {
+    "Run": {"demo": demo, "run": run, "resume": resume},
+    "Look at runs": {"ui": ui.ui_command, "compare": report.compare_command, "report": report.report_command},
+    "See what there is": {"list": list_names, "explain": explain, "doctor": doctor},
+    "Write your own": {"new": new.new_command},
+    "Take networks home": {
+        "export": take.export_command,
+        "predict": take.predict_command,
+        "onboard": join.onboard_command,
+        "personalize": join.personalize_command,
+    },
+    "A federation of real machines": {
+        "certs": serving.certs_command,
+        "serve": serving.serve_command,
+        "join": serving.join_command,
+    },
+    "Study finished runs": {
+        "milestones": milestones.milestones_command,
+        "policies": policies.policies_command,
+        "gain": gain.gain_command,
+        "cells": gain.cells_command,
+        "shrink": shrink.shrink_command,
+    },
+}
+GROUPS = {
+    "data": (data.app, "Look at data before anything runs."),
+    "partition": (partition.app, "Make, show and picture a partition of a data set."),
+    "fleet": (fleet.app, "Show the clients' devices, budgets and round times."),
+    "space": (space.app, "Show a search space or one of its architectures."),
+}
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # `predict` reads its options itself
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        app.command(name, rich_help_panel=panel, context_settings=PASSED_ON if name == "predict" else None)(command)
+for name, (group, does) in GROUPS.items():
+    app.add_typer(group, name=name, help=does, rich_help_panel="See what there is")
