@@ -4,6 +4,7 @@
     python bench/cifar.py devices --rows fedavg --tune --out DIR --minutes 9      # four learning rates, judged on val
     python bench/cifar.py --collect DIR ...                                       # into bench/results/cifar
     python bench/cifar.py --list                                                  # federations, rows, what is not run
+    python bench/cifar.py silos --rehearse                                        # do all rows run? In small, on digits
 
 A row trains in a run folder under --work, which is picked up again by the same command; what is finished is written to
 DIR/results.jsonl. A run that the time cuts short also leaves DIR/NAME.part00, .part01, ... (14 MB each) where it is
@@ -17,9 +18,11 @@ import argparse
 import dataclasses
 import json
 import sys
+import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from cifar_kept import accuracies, chosen, collect, lacking, pack, result, rows_in, tunings, unpack
 from cifar_rows import FEDERATIONS, Ending, Row
+from cifar_small import small
 
 from fedtailor.config import Config, load
 from fedtailor.data import partition as partitions
@@ -258,6 +262,31 @@ def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
     print(f"{row}: lr {rate(args, row)}", flush=True)
 
 
+def rehearse(args: argparse.Namespace, rows: Sequence[str]) -> None:
+    """Tunes and runs rows in small, with all their endings; exits with an error that names those that cannot."""
+    if args.federation == "authors":
+        sys.exit("authors: the deals of its rows are of CIFAR-10's own images; the others can be rehearsed.")
+    name = f"{args.federation}-in-small"
+    FEDERATIONS[name] = small(args.federation)
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        own = argparse.Namespace(**{**vars(args), "federation": name, "data_dir": "", "rounds": 0, "lr": 0.0})
+        own.work, own.out = Path(folder), Path(folder)
+        for row in rows:
+            try:
+                tune(own, row, Clock(0))
+                found = train(own, row, Clock(0))
+            except Exception:  # whatever it is, the other rows are tried too
+                traceback.print_exc()
+                found = None
+            if found is None or found["endings"].keys() != FEDERATIONS[name].rows[row].endings.keys():
+                failed.append(row)
+    del FEDERATIONS[name]
+    if failed:
+        sys.exit(f"{args.federation}: these rows cannot be run: {', '.join(failed)}")
+    print(f"{args.federation}: {len(rows)} rows ran in small, with their tuning and endings", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("federation", nargs="?", choices=list(FEDERATIONS))
@@ -267,6 +296,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.0, help="instead of the tuned one")
     parser.add_argument("--tune", action="store_true", help="try the rows' learning rates instead of running them")
     parser.add_argument("--tune-first", action="store_true", help="try those of rows for which none is chosen yet")
+    parser.add_argument("--rehearse", action="store_true", help="run the rows in small, to see that nothing stops them")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop cleanly before so many; 0: no limit")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), help="instead of the federation's")
     parser.add_argument("--beside", type=int, default=1, help="runs that share the card, as the results will say")
@@ -293,6 +323,9 @@ def main() -> None:
     wanted = [row.strip() for row in args.rows.split(",")] if args.rows else list(known)
     if unknown := [row for row in wanted if row not in known]:
         sys.exit(f"no such row in {args.federation}: {', '.join(unknown)}. There are: {', '.join(known)}")
+    if args.rehearse:
+        rehearse(args, wanted)
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     clock = Clock(args.minutes)
     done: list[dict[str, Any]] = []

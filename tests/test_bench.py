@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -105,6 +106,28 @@ def pinned() -> list[tuple[str, str]]:
         for row, spec in federation.rows.items():
             found.setdefault(spec.partition or federation.partition, (name, row))
     return list(found.values())
+
+
+def test_rows_are_rehearsed_in_small_and_those_that_cannot_be_run_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, cifar = script("cifar_rows"), script("cifar")
+    changes = {"method.name": "fedavg", "net.name": "cnn"}
+    ends = {"as it is": rows.Ending(), "fine-tuned@0.001": rows.tuned(10.0, 0.001), "half-way": rows.Ending(rows.HALF)}
+    fine = rows.Row(changes, ends)
+    late = rows.Row(changes, {**ends, "last": rows.Ending({"local.bn": "sideways"})})
+    monkeypatch.setitem(
+        rows.FEDERATIONS, "silos", replace(rows.FEDERATIONS["silos"], rows={"late": late, "fine": fine})
+    )
+    plain = ("silos", "--rehearse", "--device", "cpu", "--workers", "1")
+    with pytest.raises(SystemExit, match=r"silos: these rows cannot be run: late$"):
+        call(cifar, monkeypatch, *plain)
+    said = capsys.readouterr()
+    assert "local.bn = 'sideways'" in said.err
+    assert said.out.count("half-way: val") == 2  # in both rows: what fails last is found too
+    call(cifar, monkeypatch, *plain, "--rows", "fine")
+    assert "silos: 1 rows ran in small" in capsys.readouterr().out
+    assert "silos-in-small" not in rows.FEDERATIONS
 
 
 def test_steps_are_timed_alone_side_by_side_and_by_layer(
