@@ -236,7 +236,7 @@ def outcome(net: nn.Module, *inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tenso
 def prepared(net: nn.Module, device: str) -> nn.Module:
     """As an engine has it on a GPU."""
     ready(net.to(device))
-    fit_out(net, "fp32")
+    fit_out(net, (3, 8, 8), "fp32")
     for module in list(net.modules()):
         if isinstance(module, SideBySide):
             module.lay()

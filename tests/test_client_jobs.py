@@ -150,6 +150,7 @@ def test_networks_made_of_copied_blocks_are_the_ones_that_would_be_built(name: s
     space = lookup("space", name)((3, 32, 32), 10)
     arch, runs = space.sample(np.random.default_rng(0)), engine.LocalEngine(torch.device("cpu"), 1)
     built = engine.ready(space.build(arch)).eval()
+    engine.lay_last(built, space.input)
     first, second = (runs._make(space, arch).eval() for _ in range(2))
     weights = tensors_of(built)
     images = torch.randn(2, 3, 32, 32)

@@ -29,7 +29,7 @@ def network(request: pytest.FixtureRequest, device: str) -> nn.Module:
     arch = space.largest if name == "darts" else (0,) * len(space.dimensions)
     torch.manual_seed(0)
     net = ready(space.build(arch)).to(device).train()
-    fit_out(net, "fp32")
+    fit_out(net, (3, 8, 8), "fp32")
     return net
 
 

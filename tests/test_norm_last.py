@@ -194,7 +194,7 @@ def gradient(net: nn.Module, device: str, half: bool = False) -> Tensor:
 def test_a_network_makes_the_step_that_torch_makes(device: str, launched: list[Any]) -> None:
     torch.manual_seed(0)
     net = ready(lookup("net", "resnet18")((3, 16, 16), 4).build(())).to(device).train()
-    fit_out(net, "bf16")
+    fit_out(net, (3, 16, 16), "bf16")
 
     def alike(a: Tensor, b: Tensor) -> float:
         return float(F.cosine_similarity(a, b, 0))

@@ -225,7 +225,7 @@ class Trained:
         torch.manual_seed(0)
         space = lookup("net", name)((3, 16, 16), 4)
         net = ready(space.build(())).to(device)
-        fit_out(net, precision)
+        fit_out(net, (3, 16, 16), precision)
         key = Step(space, (), train, (8, 3, 16, 16), local, False, True, True)
         self.slot = FitSlot(key, net, Lane(torch.cuda.Stream()), precision)
         torch.manual_seed(1)

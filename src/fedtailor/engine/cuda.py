@@ -95,8 +95,8 @@ class CudaEngine(LocalEngine):
                 if not self._keep_less():
                     raise
 
-    def _fit_out(self, net: nn.Module) -> None:
-        fit_out(net, self.precision)
+    def _fit_out(self, net: nn.Module, space: Space) -> None:
+        fit_out(net, space.input, self.precision)
 
     # memories ---------------------------------------------------------------------------------------------------
 

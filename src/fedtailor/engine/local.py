@@ -29,6 +29,7 @@ from ..spaces.measure import Cost, drop_gradients, let_learn, remember_tensors
 from ..values import on_device
 from .client import SCORE_BATCH
 from .jobs import Fit, Job, Loop, Predict, Recalibrate, Score
+from .outfit import lay_last
 from .steps import fit_step
 
 T = TypeVar("T")
@@ -102,7 +103,7 @@ class LocalEngine:
         net.space, net.arch = space, arch  # type: ignore[assignment]
         if self.device.type != "cpu":
             move_undrawn(net, self.device)
-        self._fit_out(net)
+        self._fit_out(net, space)
         modules = list(net.modules())
         for module in modules:
             if isinstance(module, SideBySide):
@@ -111,8 +112,10 @@ class LocalEngine:
         remember_tensors(net)
         return net
 
-    def _fit_out(self, net: nn.Module) -> None:
+    def _fit_out(self, net: nn.Module, space: Space) -> None:
         """What a device wants of a network that has just been built."""
+        if self.device.type == "cpu":  # on a GPU the plain path stays plain
+            lay_last(net, space.input)
 
     def initial(self, space: Space, seed: int) -> Weights:
         """The weights every run of this seed starts from."""
