@@ -29,6 +29,8 @@ def lay_last(net: nn.Module, input: tuple[int, int, int]) -> None:
     try:
         with torch.no_grad():
             net.eval()(torch.zeros((2, *input), device=device))
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # whatever it is, it is told when the network meets its own weights and images
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     finally:
