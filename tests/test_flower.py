@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fedtailor
@@ -28,6 +29,7 @@ from fedtailor import certificates, values
 from fedtailor.certificates import make_certificates, node_folder, node_keys, server_folder
 from fedtailor.cli import serving
 from fedtailor.engine.parcel import Parcel, Refused, unpack
+from fedtailor.engine.site import Site
 from fedtailor.errors import UserError
 from fedtailor.export.predict import open_model
 from fedtailor.runs.execute import start
@@ -457,6 +459,31 @@ def test_a_server_that_cannot_begin_leaves_no_folder(tmp_path: Path, monkeypatch
 def test_addresses_that_are_none(address: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="write it as HOST:PORT"):
         serving.join_command(address, "ash", insecure=True, state=tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("threads", "computes"), [(1, "1 of 4 cores, where nothing else"), (3, "3 of 4"), (0, "4 of 4")]
+)
+def test_a_client_says_on_how_many_cores_it_computes(
+    threads: int, computes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedtailor.engine import local
+    from fedtailor.engine.flower import node
+
+    def joined(address: str, site: Site, *_: object) -> None:
+        used = site.engine._pool.submit(torch.get_num_threads).result()
+        assert used == (threads or 4)
+
+    monkeypatch.setattr(local, "cores", lambda: 4)
+    monkeypatch.setattr(node, "join", joined)
+    serving.join_command("fl.example.org:8000", "ash", insecure=True, state=tmp_path, device="cpu", threads=threads)
+    assert f"computes on {computes}" in capsys.readouterr().out
+
+
+def test_no_client_computes_on_cores_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--threads 10000: this machine has"):
+        serving.join_command("fl.example.org:8000", "ash", insecure=True, state=tmp_path / "ash", threads=10_000)
     assert not any(tmp_path.iterdir())
 
 

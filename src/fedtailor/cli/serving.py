@@ -164,6 +164,7 @@ def join_command(
     insecure: Insecure = False,
     state: Annotated[Path | None, typer.Option(help="Folder for memory and network; default: clients/NAME.")] = None,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int, typer.Option(help="Cores to train on, without a GPU; 0 = all of the machine's.")] = 1,
     trust: Annotated[
         list[str] | None, typer.Option(help="A method, space or net file of your own that runs may name. Repeatable.")
     ] = None,
@@ -182,6 +183,7 @@ def join_command(
     _require_flower()
     from ..certificates import node_folder
     from ..engine.flower.node import join
+    from ..engine.local import cores
     from ..engine.site import Site
     from ..runs.execute import choose_device
 
@@ -189,15 +191,20 @@ def join_command(
     if not re.fullmatch(r"(\[[^\]]+\]|[^:/\s]+):\d{1,5}", address):
         raise UserError(f"'{address}': write it as HOST:PORT, for example fl.example.org:8000.")
     folder = state or Path("clients") / name
-    chosen = choose_device(device).type
+    chosen, there = choose_device(device).type, cores()
+    if not 0 <= threads <= there:
+        raise UserError(f"--threads {threads}: this machine has {there} cores. Give a number up to that, or 0 for all.")
 
     def say(text: str) -> None:
         print(f"{name}: {text}", flush=True)
 
     with _alone(folder), _ended_by_signals():
-        site = Site(name, folder, data, data_dir, chosen, trust or (), say)
+        site = Site(name, folder, data, data_dir, chosen, trust or (), say, threads or there)
         say(f"joins {address}; memory and network are kept in {folder}")
         say(f"data: {data or 'its share of the data set that the run names'}")
+        if chosen == "cpu" and there > 1:
+            more = ", where nothing else computes on this machine --threads 0 is faster" if threads == 1 else ""
+            say(f"computes on {threads or there} of {there} cores{more}")
         try:
             take_home = partial(_take_home, export=export, say=say)
             join(address, site, node_folder(tls, name) if tls else None, say, take_home)

@@ -1,7 +1,8 @@
 """The engine of this machine: clients run in a few threads, each with one compute thread.
 
 Every job's numbers depend on its seeds alone and every operation runs single-threaded, so results do not depend on the
-number of workers, bit for bit on a CPU.
+number of workers, bit for bit on a CPU. A client that has a machine to itself may compute in several threads, which
+sums in another order.
 """
 
 from __future__ import annotations
@@ -50,12 +51,11 @@ class LocalEngine:
 
     captures = False  # steps and passes, to repeat them
 
-    def __init__(self, device: torch.device, workers: int = 0, precision: str = "fp32") -> None:
+    def __init__(self, device: torch.device, workers: int = 0, precision: str = "fp32", threads: int = 1) -> None:
         self.device = device
         self.compute_in(precision)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers = 1 if device.type != "cpu" else workers or cores
-        self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
+        self.workers = 1 if device.type != "cpu" else workers or cores()
+        self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(threads,))
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.local()  # `given`: the networks lent to the work that the thread is driving
@@ -271,6 +271,11 @@ class LocalEngine:
     @torch.no_grad()
     def _recalibrate(self, job: Recalibrate) -> None:
         recalibrate(job.net, self._batches(job.stream, job.batches), job.batches)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def recalibrate(net: nn.Module, draw: Callable[[int], tuple[Tensor, Tensor]], batches: int) -> None:

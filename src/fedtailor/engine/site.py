@@ -82,7 +82,8 @@ class Site:
 
     At the end of a run it keeps a run folder of its own, with its data and its network; `over` holds the new ones.
     `data` names the client's own data, all of it; without it, the client takes its share of the run's data set, as the
-    run's partition deals it. `trust` lists method, space and net files of the client's own that a run may name.
+    run's partition deals it. `trust` lists method, space and net files of the client's own that a run may name. On a
+    processor it computes in so many `threads`; numbers are those of a run on one machine, bit for bit, with one.
     """
 
     def __init__(
@@ -94,10 +95,11 @@ class Site:
         device: str = "cpu",
         trust: Collection[str] = (),
         say: Callable[[str], None] = print,
+        threads: int = 1,
     ) -> None:
         self.name, self.folder, self.data, self.data_dir = name, folder, data, data_dir
         self.trust, self.say = trust, say
-        self.engine = LocalEngine(torch.device(device), 1)
+        self.engine = LocalEngine(torch.device(device), 1, threads=threads)
         self.over: SimpleQueue[Path] = SimpleQueue()
         self._desks: dict[tuple[Any, ...], Desk] = {}  # of the latest run
         self._sets: dict[tuple[str, Reading], Dataset] = {}
