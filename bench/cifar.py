@@ -137,7 +137,7 @@ class Progress(Watcher):
 def configure(args: argparse.Namespace, row: str, lr: float | None, rounds: int = 0, tuning: bool = False) -> Config:
     """The row's configuration: preset, row, command line; all seeds share the partition of the preset's seed."""
     federation, spec = FEDERATIONS[args.federation], FEDERATIONS[args.federation].rows[row]
-    preset, changes = spec.preset or federation.preset, {**spec.changes, **(spec.tuning if tuning else {})}
+    preset, changes = spec.preset or federation.preset, dict(spec.changes)
     changes |= {"data.dir": args.data_dir} if args.data_dir else {}
     if lr is not None:
         changes["local.lr"] = lr

@@ -344,3 +344,14 @@ def test_the_zoo_page_has_means_over_seeds_and_reasons(tmp_path: Path, monkeypat
     assert "| ditto | | not run yet (1 of 11 runs are there) |" in text
     assert "of 3 seeds: UserError: the training loss is not a number: try a smaller local.lr |" in text
     assert "hash `abc`" in text
+
+
+@pytest.mark.parametrize("federation", ["devices", "silos", "budgets"])
+def test_rows_of_a_federation_train_on_the_same_images(federation: str) -> None:
+    """Whoever trains on val has a third more images, and val can choose nothing for it."""
+    spec = script("cifar_rows").FEDERATIONS[federation]
+    for name, row in spec.rows.items():
+        config = load(spec.preset, row.changes)
+        method = config.make_method()
+        assert not getattr(method, "merge_val", False), name
+        assert config.partition == load(spec.preset).partition, name

@@ -20,6 +20,7 @@ from fedtailor.errors import UserError
 from fedtailor.fleet import fleet as fleets
 from fedtailor.fleet.fleet import FleetConfig
 from fedtailor.method import Job, Seat
+from fedtailor.methods.fedcs import FedCS
 from fedtailor.methods.fedpa import FedPA
 from fedtailor.methods.feduniform import FedUniform
 from fedtailor.runs.execute import start
@@ -32,6 +33,21 @@ from fedtailor.spaces.mobilenetv2 import MobileNetV2
 from fedtailor.spaces.tiny import Tiny
 from test_fedcs import PLAIN, Given
 from tools import by_hand, small_config
+
+# rounds -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("inherit", "last"), [(False, [0.2, 0.1]), (True, [0.1, 0.1 * (1 - 0.5**0.5)])])
+def test_sub_networks_from_scratch_have_the_schedule_from_its_beginning(inherit: bool, last: list[float]) -> None:
+    method = FedCS(warm_up=0.5, inherit=inherit)
+    federation = by_hand(method, [[(0, 0), (9, 1)]], replace(PLAIN, schedule="cosine"), Tiny((1, 8, 8), 2), rounds=4)
+    seat = federation.job.seats[0]
+    rates = [method.lr_of(federation.client(seat, {}, number)) for number in (1, 2, 3, 4)]
+    # the cosine over four rounds, two of them warm-up; then over two, from the full rate again
+    assert rates == pytest.approx([0.2, 0.1 * (1 + 0.5**0.5), *last])
+    joins = federation.client(seat, {}, 5)
+    assert method.lr_of(joins) == joins.lr
+
 
 # budgets ------------------------------------------------------------------------------------------------------------
 

@@ -150,8 +150,11 @@ def test_a_tiers_network_fits_its_own_clients_and_those_above() -> None:
         assert [bracket_of(server, tier).fits(space.largest) for tier in (0, 1)] == fitting
 
 
-def test_a_schedule_begins_anew_with_each_stage_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    method, fit, rates = FedorAS(tiers=1, search=0.2, tune=0.4), Client.fit, dict[int, float]()
+@pytest.mark.parametrize(("tune_lr", "last"), [(0.0, {4: 0.2, 5: 0.1}), (0.04, {4: 0.04, 5: 0.02})])
+def test_a_schedule_begins_anew_with_each_stage_that_trains(
+    tune_lr: float, last: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, fit, rates = FedorAS(tiers=1, search=0.2, tune=0.4, tune_lr=tune_lr), Client.fit, dict[int, float]()
 
     async def watched(self: Client, net: nn.Module, **options: Any) -> Any:
         rates[self.round] = options["lr"]
@@ -161,7 +164,7 @@ def test_a_schedule_begins_anew_with_each_stage_that_trains(monkeypatch: pytest.
     federation = by_hand(method, DATA, replace(PLAIN, schedule="cosine"), SPACE, rounds=5)
     assert method.stages(5) == (2, 3)
     list(federation.rounds(federation.begin(), lambda event: None))
-    assert rates == pytest.approx({1: 0.2, 2: 0.1, 4: 0.2, 5: 0.1})
+    assert rates == pytest.approx({1: 0.2, 2: 0.1} | last)
 
 
 def test_scores_are_means_over_all_images() -> None:

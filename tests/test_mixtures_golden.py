@@ -138,6 +138,16 @@ def test_l2gd_counts_momentum_where_the_optimiser_has_it(optimizer: Literal["sgd
     assert numbers(met)[0] == pytest.approx(1 + eta * 0.5 * (3 - 1))
 
 
+def test_l2gds_last_meeting_goes_as_far_as_the_last_rounds_rate_lets_it() -> None:
+    federation = by_hand(L2GD(lamda=0.5, p=0.5), DATA, replace(PLAIN, schedule="cosine"), rounds=4)
+    kept = {"x": three(1, 0.3, 0)}
+    rate = 0.2 * 0.5 * (1 - 0.5**0.5)  # of round 4: cos(3 pi / 4) = -sqrt(1/2)
+    for number in (4, 5):  # in the last round, and for keeps after it
+        client = federation.client(federation.job.seats[0], dict(kept), number)
+        met = L2GD(lamda=0.5, p=0.5)._met(Task(three(3, 0.3, 0), facts={"p": 0.5}), client)
+        assert numbers(met)[0] == pytest.approx(1 + rate * 0.5 * (3 - 1))
+
+
 def test_l2gd_tosses_the_coin_it_says() -> None:
     federation = by_hand(L2GD(p=0.25), DATA, PLAIN)
     server, steps = federation.begin().server, []

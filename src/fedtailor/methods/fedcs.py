@@ -18,7 +18,6 @@ from torch import nn
 
 from ..card import Message
 from ..engine.client import SCORE_BATCH, Client
-from ..errors import UserError
 from ..method import Card, Job, Reply, Seat, Server, Task
 from ..options import Fraction
 from ..registry import register
@@ -26,7 +25,7 @@ from ..search.partial import learnt, part_of, without_statistics
 from ..search.pruning import candidates, prune
 from ..search.supernet import affords
 from ..search.uniform import widest
-from ..search.usnet import train_usnet
+from ..search.usnet import require_trainer, train_usnet
 from .fedpa import FedPA
 from .feduniform import FedUniform
 
@@ -43,6 +42,7 @@ class FedCS(FedUniform):
         "candidates are judged on at most 256 training images, the paper's on all; and with batch statistics of these "
         "images, where the paper does not say",
         "sub-networks inherit the supernet's weights; in the paper's Table 1 they do not (inherit = false)",
+        "warm-up takes its rounds from the run's: a sub-network has the others to train in",
         "layers tied by shortcuts are cut together; equal accuracies are decided by the larger saving",
         "channel counts stay multiples of 8: a cut goes to the nearest of them below",
         "what a cut is undone by is the old arch itself, not the inverse of the rounding",
@@ -68,31 +68,34 @@ class FedCS(FedUniform):
 
     def check(self, job: Job) -> None:
         super().check(job)
-        if self.warm_up and not any(affords(seat, job.space.largest) for seat in job.seats[: job.clients]):
-            raise UserError(
-                f"method '{self.name}' warms the supernet up on clients that can afford the largest arch, but none of "
-                f"the {job.clients} that train can. Use fleet.name = 'capacity-high', more clients, a higher "
-                "fleet.budget, or method.warm_up = 0."
-            )
+        if self.warm_up:
+            require_trainer(job, self.name)
 
     def start(self, job: Job) -> Server:
         weights = without_statistics(job.space.new_weights(job.seed))
         archs = [job.space.largest if affords(seat, job.space.largest) else () for seat in job.seats]  # (): not yet
         return Server(job, weights=weights, warm={}, archs=archs)
 
-    def warm_rounds(self, job: Job) -> int:
-        return round(self.warm_up * job.rounds)
+    def warm_rounds(self, rounds: int) -> int:
+        return round(self.warm_up * rounds)
+
+    def lr_of(self, client: Client) -> float:
+        """Sub-networks that start from scratch have the schedule from its beginning."""
+        warm = self.warm_rounds(client.rounds)
+        if self.inherit or not warm < client.round <= client.rounds:
+            return client.lr
+        return client.local.lr_at(client.round - warm, client.rounds - warm)
 
     def warmed(self, server: Server) -> Server:
         """The server, with the supernet put aside for pruning once warm-up is over."""
-        if server.warm or server.round < self.warm_rounds(server.job):
+        if server.warm or server.round < self.warm_rounds(server.job.rounds):
             return server
         first = server.weights if self.inherit else without_statistics(server.space.new_weights(server.job.seed))
         first = {n: t.to(server.weights[n].device) for n, t in first.items()}
         return server.replace(warm=server.weights, weights=first)
 
     def ask(self, server: Server, client: Seat) -> Task:
-        if server.round < self.warm_rounds(server.job):  # line 3
+        if server.round < self.warm_rounds(server.job.rounds):  # line 3
             arch = server.archs[client.id]
             return Task(server.weights, arch, facts={"warm-up": True}) if arch else Task()
         server = self.warmed(server)
@@ -100,7 +103,7 @@ class FedCS(FedUniform):
         if arch:
             return Task(part_of(server.space, server.weights, arch), arch)
         # line 12, and the weights to train from, of which the server cannot know the client's part yet
-        same = self.inherit and server.round == self.warm_rounds(server.job)
+        same = self.inherit and server.round == self.warm_rounds(server.job.rounds)
         return Task(server.weights, extra={} if same else server.warm)
 
     async def work(self, task: Task, client: Client) -> Reply:

@@ -41,6 +41,7 @@ class FedMN(Method):
         "routing and modules are trained in turn, half of local.epochs each, the routing with a rate of its own",
         "gates are open or closed (straight-through); the paper's code weighs outputs by soft gates",
         "modules are linear layers on a convolutional body that all clients share",
+        "a client trains local.epochs before it keeps its network; the paper does not say so (deploy = 'as-is')",
     )
     card: ClassVar[Card] = Card(
         shared="body, head and a pool of modules",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -39,11 +39,12 @@ class FedorAS(Method):
         "paths are drawn at random and changed at random until they fit, in place of layer by layer",
         "every path starts with fresh momenta, and with a shuffle of its own",
         "the spaces of this package, of which a network's tensors are leading entries; OPA works on entries",
+        "a client trains its tier's network for local.epochs before it keeps it; the authors do not (deploy = 'as-is')",
     )
     needs = "space"
     card: ClassVar[Card] = Card(
         shared="supernet, then one network per tier",
-        personal="none; the network is the tier's",
+        personal="weights, trained once more; the network is the tier's",
         policy="evolution within the tier's FLOPs",
         search="server and clients",
         handles=("system", "model"),
@@ -82,7 +83,7 @@ class FedorAS(Method):
     pool: AtLeastOne = 8  # candidates of a tier in a round
     parents: AtLeastOne = 4  # the best so far: they are scored again and have children
     mutation: Fraction = 0.1
-    tune_lr: NonNegative = 0.0  # 0: local.lr
+    tune_lr: NonNegative = 0.0  # of stage 3, which has local.schedule from its beginning; 0: local.lr
     deploy: Deploy = "trained"  # whether clients train local.epochs before they keep a network
 
     def check(self, job: Job) -> None:
@@ -123,8 +124,8 @@ class FedorAS(Method):
         if task.facts["stage"] == "search":
             return await score_candidates(task, client)
         net = client.build(task)
-        lr = self.tune_lr or client.local.lr_at(client.round - searched, client.rounds - searched)
-        loss = await client.fit(net, lr=lr)
+        local = replace(client.local, lr=self.tune_lr or client.local.lr)
+        loss = await client.fit(net, lr=local.lr_at(client.round - searched, client.rounds - searched))
         return Reply(client.take(net), task.arch, facts={"loss": loss, "tier": task.facts["tier"]})
 
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:

@@ -68,8 +68,12 @@ class FedPA(Method):
         net = build_own(task, client)
         if client.local.bn != "recalibrate":
             await client.refresh(net)  # a first time: from 0 and 1 they would need dozens of batches to come right
-        loss = await client.fit(net)
+        loss = await client.fit(net, lr=self.lr_of(client))
         return Reply(take_learnt(net, client), task.arch, facts={"loss": loss})
+
+    def lr_of(self, client: Client) -> float:
+        """The learning rate of the round."""
+        return client.lr
 
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
         return server.replace(weights=server.paste(replies))

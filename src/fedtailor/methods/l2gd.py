@@ -88,5 +88,6 @@ class L2GD(FedAvg):
         if kept is None:
             return task.weights
         rho = client.local.momentum if client.local.optimizer == "sgd" else 0.0
-        way = min(1.0, client.lr / max(1e-9, 1 - rho) * self.lamda * (1 - p) / p)
+        lr = client.local.lr_at(min(client.round, client.rounds), client.rounds)  # of steps, also after the last round
+        way = min(1.0, lr / max(1e-9, 1 - rho) * self.lamda * (1 - p) / p)
         return {n: torch.lerp(t, task.weights[n], way) if learnt(n) else t for n, t in kept.items()}

@@ -31,6 +31,7 @@ class PerFedRLNAS(Method):
     deviations: ClassVar[tuple[str, ...]] = (
         "the reward reads val, never test",
         "round time comes from the fleet's cost model, so that a search can be repeated",
+        "networks see images as large as they are; the authors' code enlarges them to 224 pixels and more",
         "owners' entries are averaged by samples; the paper counts owners, which is the same for equal clients",
         "under a hard budget only archs that fit are drawn; eq. 6 is used as it is",
         "a client keeps its most likely arch that fits, be the budget hard or soft",

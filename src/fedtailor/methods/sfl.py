@@ -38,6 +38,7 @@ class SFL(Method):
         "distances are squared and halved; the authors' code has plain norms, whose gradient does not vanish at u_i",
         "clients that were not called stay in the graph with their last model",
         "SFL* fits its graph to similarities; the authors' code to distances",
+        "a client trains local.epochs before it keeps its network; the paper does not say so (deploy = 'as-is')",
     )
     card: ClassVar[Card] = Card(
         shared="all models, mixed over a graph of clients",

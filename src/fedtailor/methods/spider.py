@@ -46,6 +46,7 @@ class Spider(FedAvg):
         "candidates are scored on the statistics of the val images, as in the authors' code, without updating v_k's",
         "v_k starts at the first w it meets, with lambda = 0 at the initial weights; the authors draw others",
         "with lambda = 0 nobody reads w, so it is neither trained nor sent; v_k is the same",
+        "local.clip bounds v_k's gradient with its pull, as w's; the paper clips nothing, the authors' code w alone",
         "optimisers start anew every round, and clients are averaged by their training images",
         "neither the arch nor the weights of v_k are sent; the authors' code sends both for its log",
         "a client that misses rounds catches up on the search when it is back; one never called trains v_k at the end",

@@ -14,16 +14,29 @@ from ..data.batches import steps_for
 from ..engine.client import Client
 from ..engine.jobs import Made, Measured, Recipe, Value
 from ..engine.steps import states
+from ..errors import UserError
+from ..method import Job
 from ..spaces.base import Arch, Space
 from ..spaces.layers import Counted
 from ..spaces.measure import parameters_of, tensors_of
 from ..spaces.slim import Slim, slimmable
 from ..spaces.usnet import distilled, forward_at, sandwich, usnet_losses
+from .supernet import affords
 
 if TYPE_CHECKING:
     from ..config import Local
 
 ROOM = 64  # steps; clients with a little more or fewer share a captured step
+
+
+def require_trainer(job: Job, name: str) -> None:
+    """Raises a UserError where no client that trains can afford the largest network."""
+    if not any(affords(seat, job.space.largest) for seat in job.seats[: job.clients]):
+        raise UserError(
+            f"method '{name}' warms the supernet up on clients that can afford the largest arch, but none of the "
+            f"{job.clients} that train can. Use fleet.name = 'capacity-high', more clients, a higher fleet.budget, or "
+            "method.warm_up = 0."
+        )
 
 
 async def train_usnet(net: nn.Module, client: Client, widths: int) -> Measured:
