@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,6 +34,7 @@ from ..errors import UserError
 from ..evaluate import Kept, finish, personal_rows, scores
 from ..fleet.fleet import Device
 from ..method import Job, Method, Reply, Seat
+from ..registry import code_in
 from ..runs.alone import Offered, deal_of, part_of, write_alone
 from ..spaces.base import Space
 from ..values import Value, on_device, read_value, write_value
@@ -227,7 +228,7 @@ class Site:
         try:
             table = tomllib.loads(text)
             for kind in ("method", "space", "net"):  # before anything is looked up: that would run the code
-                for name in _code_in(_resolved(table.get(kind))):
+                for name in code_in(_resolved(table.get(kind))):
                     if name not in self.trust:
                         raise UserError(f"the run names the code '{name}', which --trust does not list.")
             config = load_config(table)
@@ -337,15 +338,6 @@ def _resolved(table: object) -> object:
     if table is not None and not isinstance(table, dict):
         raise UserError("the run's configuration is not resolved.")
     return table
-
-
-def _code_in(value: object) -> Iterator[str]:
-    """Every name of code in a table, as the registry knows it: of the thing itself, of its rewards, of private nets."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _code_in(item)
-    elif isinstance(value, str) and (".py" in value or ":" in value):
-        yield value
 
 
 def _in_classes(dataset: Dataset, classes: tuple[str, ...]) -> Dataset:
