@@ -30,7 +30,7 @@ from ..data.pixels import Reading
 from ..data.public import require_foreign, with_public
 from ..data.rules import split_of
 from ..data.sources import load as load_data
-from ..errors import UserError
+from ..errors import UserError, shown
 from ..evaluate import Kept, finish, personal_rows, scores
 from ..fleet.fleet import Device
 from ..method import Job, Method, Reply, Seat
@@ -99,7 +99,8 @@ class Site:
         threads: int = 1,
     ) -> None:
         self.name, self.folder, self.data, self.data_dir = name, folder, data, data_dir
-        self.trust, self.say = trust, say
+        self.trust = trust
+        self.say: Callable[[str], None] = lambda text: say(shown(text))  # what a server sends may be quoted in it
         self.engine = LocalEngine(torch.device(device), 1, threads=threads)
         self.over: SimpleQueue[Path] = SimpleQueue()
         self._desks: dict[tuple[Any, ...], Desk] = {}  # of the latest run
