@@ -229,6 +229,23 @@ def test_a_client_that_lost_its_disk_begins_anew(tmp_path: Path) -> None:
     assert "client-001 begins without a memory" in listener.said
 
 
+def test_lost_replies_cost_a_client_no_memory(tmp_path: Path) -> None:
+    """Every round leaves a version at the client, of which the server names none but the last that came through."""
+
+    def twist(name: str, request: Parcel, response: Parcel) -> Parcel | str:
+        work = unpack(request)["work"]
+        return "connection lost" if name == "client-001" and work and 2 <= work["round"] <= 5 else response
+
+    post, listener = MemoryPost(tmp_path / "sites", NAMES, twist), Listener()
+    config = config_of("ditto", participants=4, rounds=7, checkpoint_every=1, evaluate_every=7)
+    serve(config, tmp_path / "run", post, NAMES, watch=listener)
+    assert "memory is lost" not in listener.said
+    asked = [unpack(request)["work"] for name, request, _ in post.sent if name == "client-001"]
+    assert [work["memory"] for work in asked if work] == [0, 1, 1, 1, 1, 1, 6]
+    kept = sorted(path.name for path in (tmp_path / "sites" / "client-001").glob("*/memory-*"))
+    assert kept == ["memory-000001.safetensors", "memory-000006.safetensors", "memory-000007.safetensors"]
+
+
 def test_a_full_disk_at_a_client_costs_its_reply_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.fsync
     full: list[bool] = []

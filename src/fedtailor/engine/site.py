@@ -186,7 +186,9 @@ class Site:
             raise Problem("undeclared", error) from error
         if client.memory:
             for path in _memories(folder):
-                if int(path.stem.partition("-")[2]) > order.round:  # of rounds that the server has gone back behind
+                written = int(path.stem.partition("-")[2])
+                # of rounds that the server has gone back behind, or whose replies it did not use
+                if written > order.round or 0 < order.memory < written < order.round:
                     path.unlink()
             self._write(_memory_path(folder, order.round), client.memory)
             for path in _memories(folder)[:-keep]:
