@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -215,6 +217,24 @@ def test_a_server_that_crashed_goes_on_to_the_same_result(method: str, tmp_path:
     assert list((tmp_path / "sites").glob("*/*/memory-000003.safetensors"))
     served = serve(config, tmp_path / "run", MemoryPost(tmp_path / "sites", NAMES), NAMES)
     require_same(served, local, tmp_path / "sites")
+
+
+def test_a_damaged_checkpoint_of_a_server_is_not_built_upon(tmp_path: Path) -> None:
+    """Other clients are there when its rounds are run again, so that not every memory is written anew."""
+    config = config_of("ditto", participants=4, rounds=8, checkpoint_every=2, evaluate_every=8)
+    folder, sites = tmp_path / "run" / "checkpoints", tmp_path / "sites"
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", MemoryPost(sites, NAMES), NAMES, watch=Listener(5, crash))
+    (folder / "memory-000001-000004.safetensors").write_bytes(b"rotten")
+    post, listener = MemoryPost(sites, NAMES), Listener(7, crash)
+    post.away.add("client-001")
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", post, NAMES, start_with=3, watch=listener)
+    assert "checkpoint 000004 is damaged" in listener.said
+    assert sorted(path.name for path in folder.glob("*.json")) == ["000004.json", "000006.json"]
+    for path in folder.glob("*.json"):
+        for entry in json.loads(path.read_bytes())["memories"].values():
+            assert hashlib.sha256((folder / entry["file"]).read_bytes()).hexdigest() == entry["sha256"]
 
 
 def test_a_client_that_lost_its_disk_begins_anew(tmp_path: Path) -> None:
