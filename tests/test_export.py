@@ -27,7 +27,7 @@ from fedtailor.export import graph, write
 from fedtailor.export.card import accuracy, read_card
 from fedtailor.export.graph import KEY, Portable, network, to_onnx
 from fedtailor.export.predict import Model, main, open_model, picture_paths
-from fedtailor.export.write import export_run, folder_name
+from fedtailor.export.write import export_run, folder_names
 from fedtailor.nets.base import FixedNet
 from fedtailor.registry import names
 from fedtailor.runs.execute import open_space, prepare, read_networks, start
@@ -191,8 +191,12 @@ def test_wilson_interval_by_hand() -> None:
 
 def test_folder_names_are_safe_and_distinct() -> None:
     names = ["St. Mary's / ward 3", "a b", "a-b", "../..", "client-004"]
-    found = [folder_name(names, i) for i in range(len(names))]
-    assert found == ["St.-Mary-s-ward-3", "a-b-1", "a-b-2", "client", "client-004"]
+    assert folder_names(names) == ["St.-Mary-s-ward-3", "a-b-1", "a-b-2", "client", "client-004"]
+
+
+def test_a_folders_number_makes_it_no_other_clients() -> None:
+    assert folder_names(["x y", "x-y", "x-y-1"]) == ["x-y-0", "x-y-1-1", "x-y-1-2"]
+    assert len(set(folder_names(["a b", "a-b", "A-b-0", "a-b-1", "a-b-0-2"]))) == 5
 
 
 class _Neighbours(nn.Module):
@@ -323,6 +327,23 @@ def test_predict_names_broken_pictures_and_goes_on(
     assert "bad.png: not a readable picture" in err
     with pytest.raises(UserError, match="no such file or folder"):
         picture_paths([str(tmp_path / "none.png")])
+
+
+def test_a_name_in_a_table_is_no_formula(
+    fedrep: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    formula = '=HYPERLINK("http://example.org")'
+
+    def rename(model: Any) -> None:
+        (entry,) = [entry for entry in model.metadata_props if entry.key == "fedtailor"]
+        about = json.loads(entry.value)
+        entry.value = json.dumps(about | {"classes": [formula, "-1", *([formula] * 8)]})
+
+    (tmp_path / "network.onnx").write_bytes(_changed(model_of(fedrep), rename))
+    assert main([str(tmp_path / "network.onnx"), str(photos), "--csv"]) == 0
+    table = list(csv.reader(io.StringIO(capsys.readouterr().out)))
+    assert table[0][3:5] == ["'" + formula, "-1"]
+    assert all(row[1] in ("'" + formula, "-1") for row in table[1:])
 
 
 def _changed(source: Path, change: Any) -> bytes:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ import fedtailor
 from fedtailor import certificates, values
 from fedtailor.certificates import make_certificates, node_folder, node_keys, server_folder
 from fedtailor.cli import serving
-from fedtailor.engine.parcel import Parcel, Refused, unpack
+from fedtailor.engine.parcel import LAYOUT_LIMIT, Parcel, Refused, unpack
 from fedtailor.engine.site import Site
 from fedtailor.errors import UserError
 from fedtailor.export.predict import open_model
@@ -40,13 +41,19 @@ from test_remote import FEW, NAMES, config_of, require_same, state_of
 pytest.importorskip("flwr")
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+from flwr.common.serde import message_to_proto
 from flwr.proto.control_pb2 import ListNodesRequest
+from flwr.proto.message_pb2 import PullObjectResponse
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
 
-from fedtailor.engine.flower import link, watch_sizes
-from fedtailor.engine.flower.__main__ import LocalOnly
+from fedtailor.engine.flower import TooLarge, at_most, link, watch_sizes
+from fedtailor.engine.flower.__main__ import LARGEST, Bounded, LocalOnly
 from fedtailor.engine.flower.apps import WHOLE, GridPost, client_app, server_app, to_content, to_parcel
 from fedtailor.engine.flower.link import APP, SuperLink, environment, free_port
 from fedtailor.engine.flower.loopback import Loopback
@@ -218,8 +225,8 @@ def test_a_message_that_is_too_large_is_not_fetched() -> None:
             return ["m1" for _ in messages]
 
         def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-            http_grid.pull_objects([str(i) for i in range(1000)], part)
-            return []
+            parts = http_grid.pull_objects([str(i) for i in range(1000)], part)
+            raise AssertionError(f"opened: {len(parts['999'])} bytes")
 
     post = GridPost(Endless({1: {}}, {}))
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
@@ -231,6 +238,68 @@ def test_a_message_that_is_too_large_is_not_fetched() -> None:
     assert isinstance(content, Refused)
     assert "more than the" in str(content)
     assert len(asked) < 100
+
+
+def test_a_message_that_is_too_large_is_deleted_from_the_servers_disk() -> None:
+    """The real function that pulls messages: what it does not confirm stays in the SuperLink's database for ever."""
+    watch_sizes()
+    reply = Message(to_content(Parcel("{}", os.urandom(20 << 20))), dst_node_id=1, message_type="train")
+    number = reply.metadata.__dict__["_message_id"] = reply.object_id
+    store = {key: part.deflate() for key, part in get_all_nested_objects(reply).items()}
+    confirmed: list[str] = []
+
+    class Client:
+        def PullMessages(self, request: Any) -> PullAppMessagesResponse:  # noqa: N802
+            bare = message_to_proto(remove_content_from_message(reply))
+            return PullAppMessagesResponse(messages_list=[bare], message_object_trees=[get_object_tree(reply)])
+
+        def PullObject(self, request: Any) -> PullObjectResponse:  # noqa: N802
+            content = store[request.object_id]
+            return PullObjectResponse(object_found=True, object_available=True, object_content=content)
+
+        def ConfirmMessageReceived(self, request: Any) -> None:  # noqa: N802
+            confirmed.append(request.message_object_id)
+
+    grid: Any = HttpGrid(token="token")
+    grid._client, grid._run = Client(), SimpleNamespace(run_id=1)
+    with pytest.raises(TooLarge, match="more than the 1000000 bytes"), at_most(1_000_000):
+        grid.pull_messages([number])
+    assert confirmed == [number]
+    with at_most(40 << 20):
+        (found,) = grid.pull_messages([number])
+    assert to_parcel(found.content) == to_parcel(reply.content)
+
+
+def test_a_request_of_a_node_is_read_to_a_limit() -> None:
+    def call(path: str, sizes: Sequence[int]) -> tuple[int, int, int]:
+        """Status, bytes that reached Flower, and parts that were not even read."""
+        parts = [{"type": "http.request", "body": bytes(size), "more_body": True} for size in sizes]
+        parts.append({"type": "http.request", "body": b"end", "more_body": False})
+        got, status = bytearray(), []
+
+        async def receive() -> dict[str, Any]:
+            return parts.pop(0)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            more = True
+            while more:
+                part = await receive()
+                got.extend(part["body"])
+                more = part["more_body"]
+            await send({"type": "http.response.start", "status": 200})
+
+        async def send(message: dict[str, Any]) -> None:
+            status.append(message.get("status", 0))
+
+        asyncio.run(Bounded(app)({"type": "http", "path": path}, receive, send))
+        return status[0], len(got), len(parts)
+
+    mega = 1 << 20
+    assert call("/v1/fleet/push-object", [mega] * 17) == (200, 17 * mega + 3, 0)
+    assert call("/v1/fleet/push-object", [mega] * 100) == (413, 0, 68)
+    assert call("/v1/runtime/push-object", [mega] * 100) == (200, 100 * mega + 3, 0)  # of this machine
+    honest = (LAYOUT_LIMIT, WHOLE, FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)  # what a single object may have
+    assert max(honest) + mega < LARGEST
 
 
 def test_other_machines_reach_only_what_nodes_need() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
+from fedtailor.cli import progress
 from fedtailor.config import Config, load
 from fedtailor.data.sources import load as load_data
 from fedtailor.engine import crowd, remote
@@ -325,6 +328,29 @@ def test_a_client_runs_no_code_that_its_owner_does_not_trust(table: str, tmp_pat
     assert unpack(site.answer(request.pack()))["problem"] == "request"
     assert not (tmp_path / "proof").exists()
     assert "--trust" in said[0]
+
+
+def test_what_a_server_says_does_not_write_on_a_clients_terminal(tmp_path: Path) -> None:
+    said: list[str] = []
+    site = Site("client-000", tmp_path / "site", say=said.append)
+    request = crowd.Request("run", "1", "[method]\nname = '\\u001b[2J.py'\n".replace("'", '"'))
+    assert unpack(site.answer(request.pack()))["problem"] == "request"
+    assert "'?[2J.py', which --trust" in said[0]
+    assert all(line.isprintable() for line in said)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_with_brackets_are_shown_as_they_are(terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200, legacy_windows=False)
+    watchers = (progress.watcher(console, False), progress.crowd_watcher(console, False))
+    for watch in watchers:
+        watch.begin("[/b].py on digits", 0, 10)
+        watch.clients({"[/c]": "lost"})
+        watch.say("[/d] is lost")
+        watch.round(1, {})
+        watch.end()
+    assert all(out.getvalue().count(name) >= 1 for name in ("[/b].py", "[/c]", "[/d]"))
 
 
 def test_a_method_of_ones_own_runs_where_it_is_trusted(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +219,24 @@ def test_a_server_that_crashed_goes_on_to_the_same_result(method: str, tmp_path:
     require_same(served, local, tmp_path / "sites")
 
 
+def test_a_damaged_checkpoint_of_a_server_is_not_built_upon(tmp_path: Path) -> None:
+    """Other clients are there when its rounds are run again, so that not every memory is written anew."""
+    config = config_of("ditto", participants=4, rounds=8, checkpoint_every=2, evaluate_every=8)
+    folder, sites = tmp_path / "run" / "checkpoints", tmp_path / "sites"
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", MemoryPost(sites, NAMES), NAMES, watch=Listener(5, crash))
+    (folder / "memory-000001-000004.safetensors").write_bytes(b"rotten")
+    post, listener = MemoryPost(sites, NAMES), Listener(7, crash)
+    post.away.add("client-001")
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", post, NAMES, start_with=3, watch=listener)
+    assert "checkpoint 000004 is damaged" in listener.said
+    assert sorted(path.name for path in folder.glob("*.json")) == ["000004.json", "000006.json"]
+    for path in folder.glob("*.json"):
+        for entry in json.loads(path.read_bytes())["memories"].values():
+            assert hashlib.sha256((folder / entry["file"]).read_bytes()).hexdigest() == entry["sha256"]
+
+
 def test_a_client_that_lost_its_disk_begins_anew(tmp_path: Path) -> None:
     def burn() -> None:
         for path in (tmp_path / "sites" / "client-001").glob("*/memory-*"):
@@ -227,6 +247,23 @@ def test_a_client_that_lost_its_disk_begins_anew(tmp_path: Path) -> None:
     serve(config, tmp_path / "run", MemoryPost(tmp_path / "sites", NAMES), NAMES, watch=listener)
     assert "client-001 has a problem: its memory is lost" in listener.said
     assert "client-001 begins without a memory" in listener.said
+
+
+def test_lost_replies_cost_a_client_no_memory(tmp_path: Path) -> None:
+    """Every round leaves a version at the client, of which the server names none but the last that came through."""
+
+    def twist(name: str, request: Parcel, response: Parcel) -> Parcel | str:
+        work = unpack(request)["work"]
+        return "connection lost" if name == "client-001" and work and 2 <= work["round"] <= 5 else response
+
+    post, listener = MemoryPost(tmp_path / "sites", NAMES, twist), Listener()
+    config = config_of("ditto", participants=4, rounds=7, checkpoint_every=1, evaluate_every=7)
+    serve(config, tmp_path / "run", post, NAMES, watch=listener)
+    assert "memory is lost" not in listener.said
+    asked = [unpack(request)["work"] for name, request, _ in post.sent if name == "client-001"]
+    assert [work["memory"] for work in asked if work] == [0, 1, 1, 1, 1, 1, 6]
+    kept = sorted(path.name for path in (tmp_path / "sites" / "client-001").glob("*/memory-*"))
+    assert kept == ["memory-000001.safetensors", "memory-000006.safetensors", "memory-000007.safetensors"]
 
 
 def test_a_full_disk_at_a_client_costs_its_reply_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

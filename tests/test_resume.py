@@ -119,6 +119,21 @@ def test_a_damaged_checkpoint_is_not_built_upon(tmp_path: Path, monkeypatch: pyt
     assert rows(resume(cut, "cpu", 1)) == rows(whole)
 
 
+def test_a_run_without_a_readable_checkpoint_is_left_as_it_is(tmp_path: Path) -> None:
+    config = small_config("fedavg", rounds=6, checkpoint_every=2)
+    whole, cut = start(config, tmp_path / "whole", "cpu", 1), tmp_path / "cut"
+    with pytest.raises(RuntimeError):
+        start(config, cut, "cpu", 1, Stop(5, RuntimeError))
+    away = [path.rename(tmp_path / path.name) for path in (cut / "checkpoints").glob("server-*")]  # a mount is gone
+    before = {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"no checkpoint can be read .*try again.*begin the run anew, delete"):
+        resume(cut, "cpu", 1)
+    assert {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()} == before
+    for path in away:
+        path.rename(cut / "checkpoints" / path.name)
+    assert rows(resume(cut, "cpu", 1)) == rows(whole)
+
+
 def test_disk_full_while_saving_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config("fedavg", rounds=4, checkpoint_every=1)
     whole = start(config, tmp_path / "whole", "cpu", 1)

@@ -18,6 +18,7 @@ pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient
 
+from fedtailor import values
 from fedtailor.errors import UserError
 from fedtailor.report.html import write_report
 from fedtailor.runs.execute import start
@@ -172,6 +173,33 @@ def test_code_that_came_with_a_run_is_not_loaded(tmp_path: Path) -> None:
     toml.write_text(config(10, 4, extra=f'[method.more]\nrewards = ["accuracy", "{tmp_path}/evil.py:reward"]\n'))
     with pytest.raises(UserError, match="does not load"):
         networks.look(Results.read(folder), 0)
+
+
+def test_modules_that_a_run_names_are_not_imported(
+    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import path runs code as a file does: named in the config, in a kept network, or in a run that a run names."""
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    kept = tmp_path / "kept"
+    shutil.copytree(shelf / "digits", kept)
+    value = values.read_value(kept / "nets" / "000000.safetensors")
+    values.write_value(kept / "nets" / "000000.safetensors", value | {"net": {"name": "evil:Net"}})
+    with pytest.raises(UserError, match="does not load"):
+        networks.look(Results.read(kept), 0)
+    other = tmp_path / "other"
+    shutil.copytree(shelf / "digits", other)
+    for kind in ("space", "net"):
+        toml = other / "config.toml"
+        toml.write_text(config(10, 4).replace('[net]\nname = "cnn"', f'[{kind}]\nname = "evil:Net"'))
+        for view in (networks.devices, lambda run: networks.drawing(run, 0), lambda run: networks.look(run, 0)):
+            with pytest.raises(UserError, match="does not load"):
+                view(Results.read(other))
+    write_report(other)
+    naming = start(small_config("fedavg", space__name="tiny", archs="random"), tmp_path / "naming", "cpu", 1)
+    toml = naming / "config.toml"
+    toml.write_text(toml.read_text().replace('archs = "random"', f'archs = "{other}"'))
+    assert networks.look(Results.read(naming), 0)["matrix"]
 
 
 def test_what_a_browser_sends_never_becomes_a_path(page: TestClient, shelf: Path, tmp_path: Path) -> None:

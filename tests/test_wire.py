@@ -196,6 +196,17 @@ def test_a_client_may_choose_its_part_of_a_supernet_but_not_more() -> None:
         wire.check_reply(Reply(part, arch), Task(part, space.largest), space)
 
 
+@pytest.mark.parametrize("kind", [float, bool])
+def test_an_arch_is_whole_numbers_even_where_it_equals_the_tasks(kind: type) -> None:
+    """Methods index with it: the client's word for 1 would end the server's round."""
+    space = Tiny((1, 8, 8), 10)
+    arch = tuple(min(1, i) for i in space.largest)
+    part = space.cut(space.new_weights(0), arch)
+    wire.check_reply(Reply(part, arch), Task(part, arch), space)
+    with pytest.raises(Refused, match="whole numbers"):
+        wire.check_reply(Reply(part, tuple(map(kind, arch))), Task(part, arch), space)
+
+
 def test_changes_of_a_large_network_may_travel_beside_it() -> None:
     """SCAFFOLD's control variates and pFedHN's differences are as large as the network."""
     large = {"body.weight": torch.zeros(1 << 19)}

@@ -48,7 +48,7 @@ class Run:
         from .export.write import folder_name
         from .runs.join import join
 
-        folder = Path(out) if out else self.folder / "onboard" / folder_name([name], 0)
+        folder = Path(out) if out else self.folder / "onboard" / folder_name(name)
         return Run(join(self.folder, data, name, folder, device=device, say=lambda _: None))
 
     def __repr__(self) -> str:

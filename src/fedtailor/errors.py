@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+SAID = 4000  # letters of a line, at most
+UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # what would steer a terminal, or is no text at all
 
 
 class UserError(Exception):
@@ -24,3 +28,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
     """The error for a name that is not among the known ones."""
     names = sorted(known)
     return UserError(f"unknown {kind} '{name}'.{nearest(name, names)} Known: {', '.join(names)}.")
+
+
+def shown(text: str) -> str:
+    """A line that says no more than a line can and steers no terminal, whatever it quotes."""
+    text = UNSHOWN.sub("?", text)
+    return text if len(text) <= SAID else f"{text[:SAID]}..."

@@ -12,7 +12,7 @@ import importlib.util
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -49,12 +49,29 @@ def _shipped(kind: str) -> dict[str, Any]:
 
 def lookup(kind: str, name: str) -> Any:
     """The thing called `name`, or a user's own from a file or an import path."""
-    if ".py" in name or ":" in name:
+    if _is_own(name):
         return _user_defined(kind, name)
     shipped = names(kind)
     if name not in _known[kind]:
         raise unknown(kind, name, shipped)
     return _known[kind][name]
+
+
+def code_in(value: object) -> Iterator[str]:
+    """Every name of code that did not come with the package, in a table of a config and in what lies within it.
+
+    Not only the thing itself is named there: its rewards and private networks are, too.
+    """
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from code_in(item)
+    elif isinstance(value, str) and _is_own(value):
+        yield value
+
+
+def _is_own(name: str) -> bool:
+    """Whether a name is that of a user's file or of an import path: looking it up would run what is there."""
+    return ".py" in name or ":" in name
 
 
 def _user_defined(kind: str, name: str) -> Any:

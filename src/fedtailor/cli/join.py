@@ -45,7 +45,7 @@ def onboard_command(
     from ..export.write import folder_name
     from ..runs.join import join
 
-    folder = out or run / "onboard" / folder_name([name], 0)
+    folder = out or run / "onboard" / folder_name(name)
     join(run, data, name, folder, data_dir, profile, device, say=_say, tune=tune)
     _show(folder, export)
 

@@ -31,14 +31,14 @@ class LiveWatcher(Watcher):
 
     def begin(self, title: str, done: int, rounds: int) -> None:
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),  # names may hold brackets
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("rounds {task.fields[rate]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[words]}"),
+            TextColumn("{task.fields[words]}", markup=False),
             console=self.console,
         )
         self.task = self.progress.add_task(title, total=rounds, completed=done, words="", rate="")
@@ -52,7 +52,7 @@ class LiveWatcher(Watcher):
         self.progress.update(self.task, completed=number, words=_words(self.latest), rate=pace)
 
     def say(self, text: str) -> None:
-        self.console.print(text)
+        self.console.print(text, markup=False)
 
     def end(self) -> None:
         self.progress.stop()
@@ -68,7 +68,7 @@ class PlainWatcher(Watcher):
     def begin(self, title: str, done: int, rounds: int) -> None:
         self.title, self.rounds, self.first = title, rounds, done
         self.began = time.perf_counter()
-        self.console.print(f"{title}: {rounds - done} rounds to go", soft_wrap=True)
+        self.console.print(f"{title}: {rounds - done} rounds to go", soft_wrap=True, markup=False)
 
     def round(self, number: int, facts: dict[str, float]) -> None:
         self.latest |= facts
@@ -76,10 +76,10 @@ class PlainWatcher(Watcher):
             spent = time.perf_counter() - self.began
             left = spent / max(1, number - self.first) * (self.rounds - number)
             line = f"{self.title}: round {number}/{self.rounds}  {_words(self.latest)}  {left:.0f} s left"
-            self.console.print(line, soft_wrap=True, highlight=False)
+            self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
+        self.console.print(text, soft_wrap=True, markup=False)
 
 
 def crowd_watcher(console: Console, quiet: bool) -> Watcher:

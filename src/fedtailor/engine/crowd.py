@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..card import Message
-from ..errors import UserError
+from ..errors import UNSHOWN, UserError, shown
 from .parcel import Parcel, Refused
 from .site import PROBLEMS
 from .wire import SAMPLES_LIMIT, Request, Response, Work, Worked, read_response
@@ -23,8 +22,6 @@ POLL = 0.1  # seconds between looks for replies
 LOOK = 1.0  # seconds between looks for clients that came or went
 AGAIN = 30.0  # seconds until a client that could not take part is asked again who it is
 NAMED = 10  # clients, at most, that a line lists
-SAID = 4000  # letters of a line, at most
-UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # what would steer a terminal, or is no text at all
 
 
 class Post(Protocol):
@@ -91,7 +88,7 @@ class Crowd:
         declared: Message | None = None,
     ) -> None:
         self.post, self.run, self.config, self.show = post, run, config, show
-        self.say: Callable[[str], None] = lambda text: say(_shown(text))  # what clients send may be quoted in it
+        self.say: Callable[[str], None] = lambda text: say(shown(text))  # what clients send may be quoted in it
         self.declared = declared  # what the run's method says that clients send
         self.members: dict[str, Member] = {}
         self.expected: tuple[str, ...] = ()  # all names of the run, once they are known
@@ -310,12 +307,6 @@ def _unsound(about: dict[str, Any]) -> str:
     if len(set(classes)) != len(classes):
         return "two of its classes have one name"
     return ""
-
-
-def _shown(text: str) -> str:
-    """A line that says no more than a line can and steers no terminal, whatever it quotes."""
-    text = UNSHOWN.sub("?", text)
-    return text if len(text) <= SAID else f"{text[:SAID]}..."
 
 
 def _claimed(content: Parcel) -> str:

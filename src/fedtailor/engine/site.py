@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,10 +30,11 @@ from ..data.pixels import Reading
 from ..data.public import require_foreign, with_public
 from ..data.rules import split_of
 from ..data.sources import load as load_data
-from ..errors import UserError
+from ..errors import UserError, shown
 from ..evaluate import Kept, finish, personal_rows, scores
 from ..fleet.fleet import Device
 from ..method import Job, Method, Reply, Seat
+from ..registry import code_in
 from ..runs.alone import Offered, deal_of, part_of, write_alone
 from ..spaces.base import Space
 from ..values import Value, on_device, read_value, write_value
@@ -98,7 +99,8 @@ class Site:
         threads: int = 1,
     ) -> None:
         self.name, self.folder, self.data, self.data_dir = name, folder, data, data_dir
-        self.trust, self.say = trust, say
+        self.trust = trust
+        self.say: Callable[[str], None] = lambda text: say(shown(text))  # what a server sends may be quoted in it
         self.engine = LocalEngine(torch.device(device), 1, threads=threads)
         self.over: SimpleQueue[Path] = SimpleQueue()
         self._desks: dict[tuple[Any, ...], Desk] = {}  # of the latest run
@@ -184,7 +186,9 @@ class Site:
             raise Problem("undeclared", error) from error
         if client.memory:
             for path in _memories(folder):
-                if int(path.stem.partition("-")[2]) > order.round:  # of rounds that the server has gone back behind
+                written = int(path.stem.partition("-")[2])
+                # of rounds that the server has gone back behind, or whose replies it did not use
+                if written > order.round or 0 < order.memory < written < order.round:
                     path.unlink()
             self._write(_memory_path(folder, order.round), client.memory)
             for path in _memories(folder)[:-keep]:
@@ -227,7 +231,7 @@ class Site:
         try:
             table = tomllib.loads(text)
             for kind in ("method", "space", "net"):  # before anything is looked up: that would run the code
-                for name in _code_in(_resolved(table.get(kind))):
+                for name in code_in(_resolved(table.get(kind))):
                     if name not in self.trust:
                         raise UserError(f"the run names the code '{name}', which --trust does not list.")
             config = load_config(table)
@@ -337,15 +341,6 @@ def _resolved(table: object) -> object:
     if table is not None and not isinstance(table, dict):
         raise UserError("the run's configuration is not resolved.")
     return table
-
-
-def _code_in(value: object) -> Iterator[str]:
-    """Every name of code in a table, as the registry knows it: of the thing itself, of its rewards, of private nets."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _code_in(item)
-    elif isinstance(value, str) and (".py" in value or ":" in value):
-        yield value
 
 
 def _in_classes(dataset: Dataset, classes: tuple[str, ...]) -> Dataset:

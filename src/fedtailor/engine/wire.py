@@ -276,11 +276,11 @@ def _worked(value: Value, task: Task, seat: Seat, declared: Message | None) -> W
 def check_reply(reply: Reply, task: Task, space: Space) -> None:
     """Raises unless a reply holds nothing but what its task allows: entries that were sent, and a little beside."""
     given = task.weights
+    if not isinstance(reply.arch, tuple) or not _whole(reply.arch):
+        raise Refused("its arch is no list of whole numbers")  # 1.0 and true equal 1, but choose no option
     if reply.arch not in ((), task.arch):
         if task.arch:
             raise Refused(f"it is for arch {str(reply.arch)[:200]}, the client was given {task.arch}")
-        if not isinstance(reply.arch, tuple) or not all(type(i) is int for i in reply.arch):
-            raise Refused("its arch is no list of whole numbers")
         space.check(reply.arch)  # the client chose its own part of what it was given
         index = space.index(reply.arch)
         given = {n: t[index[n]] for n, t in given.items() if n in index}
@@ -303,6 +303,11 @@ def check_reply(reply: Reply, task: Task, space: Space) -> None:
     accuracy = reply.facts.get("accuracy", 0.0)
     if not isinstance(accuracy, int | float) or not 0 <= accuracy <= 1:
         raise Refused(f"accuracy = {str(accuracy)[:40]} is no accuracy")
+
+
+def _whole(arch: Any) -> bool:
+    """Whether an arch, or a sub-network with several options in a place, is made of whole numbers alone."""
+    return all(map(_whole, arch)) if isinstance(arch, tuple) else type(arch) is int
 
 
 def check_declared(reply: Reply, declared: Message) -> None:

@@ -135,13 +135,22 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _cell(text: str) -> str:
+    """A name as a table's cell: one that a spreadsheet would take for a formula gets an apostrophe in front."""
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+    return text
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command. Exit code 0: all pictures read; 1: some are broken (named on standard error)."""
     told = parser().parse_args(arguments)
     model = open_model(told.model)
     table = csv.writer(sys.stdout, lineterminator="\n") if told.csv else None
     if table:
-        table.writerow(["image", "class", "probability", *model.classes])
+        table.writerow(["image", "class", "probability", *map(_cell, model.classes)])
     broken = 0
     for path, found in predict(model, picture_paths(told.images)):
         if isinstance(found, Broken):
@@ -151,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
         best = np.argsort(-found, kind="stable")
         if table:
             name = model.classes[best[0]]
-            table.writerow([path, name, f"{found[best[0]]:.6f}", *(f"{p:.6f}" for p in found)])
+            table.writerow([_cell(str(path)), _cell(name), f"{found[best[0]]:.6f}", *(f"{p:.6f}" for p in found)])
         else:
             words = ", ".join(f"{model.classes[i]} {100 * found[i]:.1f} %" for i in best[: max(1, told.top)])
             print(f"{path}: {words}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,17 +83,24 @@ def export_run(
     if client != "all" and client not in names:
         raise unknown("client", client, names)
     chosen = [i for i in networks if client in ("all", names[i])]
+    folders = folder_names(names)
     return [
-        _export(source, i, names[i], networks[i], (out or run / "export") / folder_name(names, i), format, int8, say)
+        _export(source, i, names[i], networks[i], (out or run / "export") / folders[i], format, int8, say)
         for i in chosen
     ]
 
 
-def folder_name(names: list[str], client: int) -> str:
-    """The client's name as a folder's, with its number where another client's would be the same."""
-    plain = [re.sub(r"[^\w.-]+", "-", name).strip(".-") or "client" for name in names]
-    alike = [name.lower() for name in plain].count(plain[client].lower()) > 1
-    return f"{plain[client]}-{client}" if alike else plain[client]
+def folder_name(name: str) -> str:
+    """A client's name as a folder's."""
+    return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "client"
+
+
+def folder_names(names: Sequence[str]) -> list[str]:
+    """The clients' names as folders', with their numbers where others' would be the same."""
+    found = [folder_name(name) for name in names]
+    while len(count := Counter(name.lower() for name in found)) < len(found):  # a number may make it another's name
+        found = [f"{name}-{i}" if count[name.lower()] > 1 else name for i, name in enumerate(found)]
+    return found
 
 
 def _open(run: Path, space: Space, say: Say) -> Source:

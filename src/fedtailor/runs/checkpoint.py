@@ -27,9 +27,6 @@ CPU = torch.device("cpu")  # where memories wait; a client fetches its own when 
 def save(folder: Path, state: State, events_bytes: int) -> None:
     """Writes a checkpoint of a state at the end of a round."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.json"):
-        if int(path.stem) > state.round:  # damaged, as this run went on from one before it
-            path.unlink()
     before = _newest_manifest(folder)
     memories: dict[str, dict[str, str]] = dict(before["memories"]) if before else {}
     name = f"server-{state.round:06d}.safetensors"
@@ -45,18 +42,36 @@ def save(folder: Path, state: State, events_bytes: int) -> None:
 
 
 def load(folder: Path, job: Job, device: torch.device, say: Callable[[str], None]) -> tuple[State, int] | None:
-    """The newest whole checkpoint as (state, bytes of the event log at that time), or None where there is none."""
-    for path in sorted(folder.glob("*.json"), reverse=True):
+    """The newest whole checkpoint as (state, bytes of the event log at that time), or None where none was ever written.
+
+    Raises `UserError` where there are some and none is whole: to begin anew would overwrite what can still be saved.
+    """
+    manifests, problem = sorted(folder.glob("*.json"), reverse=True), None
+    for path in manifests:
         try:
             manifest = _read_manifest(path)
             values = _read(folder, manifest["server"], device)
             memories = {int(c): _read(folder, entry, CPU) for c, entry in manifest["memories"].items()}
         except UserError as error:
-            say(f"checkpoint {path.stem} is damaged ({error}) The one before it is used.")
+            problem = error
+            if path != manifests[-1]:
+                say(f"checkpoint {path.stem} is damaged ({error}) The one before it is used.")
             continue
         server = Server(job, manifest["round"], **values)
         return State(server, memories, manifest["round"]), manifest["events_bytes"]
+    if problem:
+        raise UserError(
+            f"{folder}: no checkpoint can be read ({problem}) Nothing was changed. If the disk or its mount is to "
+            f"blame, mend it and try again; to begin the run anew, delete {folder}."
+        )
     return None
+
+
+def go_back(folder: Path, round: int) -> None:
+    """Forgets checkpoints beyond the one that a run goes on from: they are damaged, and nothing may build on them."""
+    for path in folder.glob("*.json"):
+        if int(path.stem) > round:
+            path.unlink()
 
 
 def _read(folder: Path, entry: dict[str, str], device: torch.device) -> Any:

@@ -287,6 +287,7 @@ def drive(driver: Driver, config: Config, job: Job, out: Path, device: torch.dev
     """Runs what is left of a run in its folder, to the end."""
     found = checkpoint.load(out / "checkpoints", job, device, watch.say)
     state, log_bytes = found if found else (driver.begin(), None)
+    checkpoint.go_back(out / "checkpoints", state.round)
     log = EventLog(out / "events.csv", log_bytes)
     facts = {**read_facts(out), "status": "running", "device": describe_device(device)}
     facts["precision"] = driver.precision

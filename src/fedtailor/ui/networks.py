@@ -1,14 +1,13 @@
 """What a run's networks and data say: devices and budgets, drawings, shared weights, confusion, a few pictures.
 
 Asked for one at a time, because it needs torch, the run's space and sometimes its data. Code that a run names by a path
-is never loaded: looking at a folder runs nothing that came with it.
+or a module is never loaded: looking at a folder runs nothing but this package.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
+from ..registry import KINDS, code_in
 from ..runs.results import Results
 from .numbers import number, numbers
 from .searches import Choices, choices
@@ -26,13 +26,13 @@ SHOWN = 8  # right and wrong pictures of a client
 NEIGHBOURS = 12  # clients that one is compared with, weight by weight
 
 
-def own_code(run: Results) -> bool:
-    """Whether the run's configuration names a file of code anywhere: a method, a space, a net, a reward."""
-    return ".py" in json.dumps(run.config, default=str)
+def _require_named_ours(run: Results) -> None:
+    _require_ours([run.config.get(kind) for kind in KINDS])
 
 
-def _require_ours(run: Results) -> None:
-    if own_code(run):
+def _require_ours(tables: object) -> None:
+    """Raises where something that came with a run names code of its own: a method, a space, a net, a reward."""
+    if any(code_in(tables)):
         raise UserError("this run uses code of its own, which the page does not load.")
 
 
@@ -46,7 +46,7 @@ def _opened(folder: Path, stamp: int) -> tuple[Any, Any]:  # noqa: ARG001
 
 
 def opened(run: Results) -> tuple[Any, Any]:
-    _require_ours(run)
+    _require_named_ours(run)
     return _opened(run.folder, (run.folder / "config.toml").stat().st_mtime_ns)
 
 
@@ -183,10 +183,14 @@ def _stores(folder: Path, stamp: int) -> tuple[Any, Any]:  # noqa: ARG001
 
     from ..config import load
     from ..data.federation import stores
-    from ..runs.execute import prepare
+    from ..data.partition import Partition
+    from ..data.sources import load as load_data
+    from ..runs.execute import data_of
 
-    setup = prepare(load(folder / "config.toml"), folder / "partition.npz")
-    return setup.dataset.classes, stores(setup.dataset, setup.partition, torch.device("cpu"))
+    config, partition = load(folder / "config.toml"), Partition.load(folder / "partition.npz")
+    dataset = load_data(data_of(folder, config), config.data.dir or None, config.data.reading)
+    partition.require(dataset)
+    return dataset.classes, stores(dataset, partition, torch.device("cpu"))
 
 
 def look(run: Results, client: int) -> dict[str, Any]:
@@ -201,7 +205,7 @@ def look(run: Results, client: int) -> dict[str, Any]:
     from ..nets.base import net_of
     from ..values import read_value
 
-    _require_ours(run)
+    _require_named_ours(run)
     if run.facts.get("served"):
         raise UserError("the clients of this run are elsewhere, and so is their data.")
     if run.facts.get("joined"):
@@ -215,6 +219,7 @@ def look(run: Results, client: int) -> dict[str, Any]:
     names, (learn, test) = _stores(run.folder, (run.folder / "partition.npz").stat().st_mtime_ns)
     split, store, which = ("test", test, TEST) if test.split(client, TEST).size else ("val", learn, VAL)
     value = read_value(path)
+    _require_ours(value.get("net"))
     own = net_of(value["net"], space.input, space.classes) if "net" in value else space
     net = own.build(_tuples(value["arch"]))
     net.load_state_dict(value["weights"], strict=False)

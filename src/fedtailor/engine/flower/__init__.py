@@ -18,6 +18,17 @@ class TooLarge(Exception):
     """A message that is not fetched to its end."""
 
 
+class _Unopened(dict[str, bytes]):
+    """In place of a large message's parts. Flower confirms a message and then opens it: so the SuperLink deletes this
+    one from its disk, too, before it turns out that there is nothing in it."""
+
+    def __init__(self, why: TooLarge) -> None:
+        self.why = why
+
+    def __missing__(self, object_id: str) -> bytes:
+        raise self.why
+
+
 def quicken() -> None:
     """A part of a message that is not there yet is asked for again after 50 ms, not after a second: a message makes
     four hops, and at each of them the receiver begins while the sender is still busy."""
@@ -49,7 +60,10 @@ def watch_sizes() -> None:
                     raise TooLarge(f"it has more than the {budget} bytes that were to be expected")
             return found
 
-        return fetch(object_ids, pull, **options)
+        try:
+            return fetch(object_ids, pull, **options)
+        except TooLarge as error:
+            return _Unopened(error)
 
     fetch_some.watched = True  # type: ignore[attr-defined]
     http_grid.pull_objects = fetch_some
