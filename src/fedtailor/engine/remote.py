@@ -145,27 +145,15 @@ class RemoteFederation(Rounds):
         return [Event(number, who, "", "stale", age) for who, (age, _) in sorted(taken.items())]
 
     def merge(self, method: Method, server: Server, replies: Sequence[Reply]) -> Server:
-        """Merges replies; one that the method cannot use by itself is left out, whatever it holds."""
+        """Merges replies; those that the method cannot use, by themselves or together, are left out."""
         replies, self._stale = sorted([*replies, *self._stale], key=lambda reply: reply.client), []
         try:
             return _merged(method, server, replies)
-        except Exception:
-            why = {reply.client: self._obstacle(method, server, reply) for reply in replies}
-            if not any(why.values()):
-                raise
-            for client, obstacle in why.items():
-                if obstacle:
-                    self.crowd.say(f"the reply of {self.job.seats[client].name} is refused: {obstacle}")
-            sound = [reply for reply in replies if not why[reply.client]]
-            return _merged(method, server, sound) if sound else server.replace()
-
-    def _obstacle(self, method: Method, server: Server, reply: Reply) -> str:
-        """Why a reply cannot be merged even by itself; empty: it can."""
-        try:
-            _merged(method, server, [reply])
-        except Exception as error:  # a hostile reply may make a method fail in any way
-            return f"{type(error).__name__}: {error}"
-        return ""
+        except Exception:  # a hostile reply may make a method fail in any way
+            merged, why = _reconciled(method, server, replies)
+        for client, obstacle in sorted(why.items()):
+            self.crowd.say(f"the reply of {self.job.seats[client].name} is refused: {obstacle}")
+        return merged
 
     def finish(self, state: State) -> tuple[list[Event], list[Kept]]:
         """The evaluation at the end. Networks stay with their clients."""
@@ -297,6 +285,28 @@ def _merged(method: Method, server: Server, replies: Sequence[Reply]) -> Server:
     if lost:
         raise ValueError(f"it makes {min(lost)} infinite")
     return merged
+
+
+def _reconciled(method: Method, server: Server, replies: Sequence[Reply]) -> tuple[Server, dict[int, str]]:
+    """The server after a merge of replies that go together, taken up one by one, and why the others are left out.
+
+    Which replies go together depends on which comes first: where no more than half do, one that was left out does.
+    """
+    found: list[tuple[Server, dict[int, str]]] = []
+    firsts = list(replies)
+    while firsts and all(2 * len(why) >= len(replies) for _, why in found):
+        merged, kept, why = server.replace(), list[Reply](), dict[int, str]()
+        for reply in [firsts[0], *(r for r in replies if r is not firsts[0])]:
+            together = sorted([*kept, reply], key=lambda r: r.client)
+            try:
+                merged, kept = _merged(method, server, together), together
+            except Exception as error:
+                why[reply.client] = f"{type(error).__name__}: {error}"
+        found.append((merged, why))
+        if not kept:  # every single one was tried by itself
+            break
+        firsts = [r for r in firsts[1:] if r.client in why]
+    return min(found, key=lambda pair: len(pair[1]))
 
 
 def _infinite(server: Server) -> set[str]:

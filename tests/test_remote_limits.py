@@ -1,0 +1,135 @@
+"""What one client can cost a federation, whatever it sends: itself, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedtailor import values
+from fedtailor.config import Local
+from fedtailor.engine.parcel import Parcel, pack, unpack
+from fedtailor.engine.remote import _reconciled
+from fedtailor.method import Reply, Server
+from fedtailor.methods.fedavg import FedAvg
+from fedtailor.runs.facts import read_facts
+from fedtailor.runs.serve import serve
+from grid import MemoryPost
+from test_remote import NAMES, Listener, config_of, hurry  # noqa: F401, used by every test
+from test_remote_faults import changed, last_of
+from tools import by_hand, numbers, three
+
+FEDORAS: dict[str, Any] = {"participants": 4, "rounds": 6, "evaluate_every": 6, "method__tiers": 1}
+
+
+def tensor_of(value: dict[str, Any], name: str) -> torch.Tensor | None:
+    extra = value["worked"]["reply"]["extra"]
+    return extra["tensors"][extra["names"].index(name)] if name in extra["names"] else None
+
+
+# replies that cannot be merged together -----------------------------------------------------------------------------
+
+
+def test_replies_that_only_together_make_the_server_infinite_do_not_end_it(tmp_path: Path) -> None:
+    def large(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if name in NAMES[1:3] and value["worked"]:
+            for tensor in value["worked"]["reply"]["weights"]["tensors"]:
+                tensor.fill_(8e36)  # times the images of one client it is a number still, of two no longer
+        return pack(value)
+
+    listener = Listener()
+    post = MemoryPost(tmp_path / "sites", NAMES, large)
+    folder = serve(config_of("fedavg", participants=4, rounds=1), tmp_path / "run", post, NAMES, watch=listener)
+    assert read_facts(folder)["status"] == "done"
+    assert "the reply of client-002 is refused: ValueError: it makes weights/" in listener.said
+    assert all(t.isfinite().all() for _, t in values.tensors_in(values.read_value(last_of(folder))))
+
+
+class Alike(FedAvg):
+    """Merges replies about the same tensors only."""
+
+    def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
+        assert len({tuple(r.weights) for r in replies}) == 1, "of several kinds"
+        assert "bad" not in replies[0].weights, "bad"
+        return super().merge(server, replies)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "left_out"),
+    [
+        (["other", "", "", ""], {0: "several"}),
+        (["", "", "other", ""], {2: "several"}),
+        (["other", "bad", "", ""], {0: "several", 1: "bad"}),
+        (["bad", "bad"], {0: "bad", 1: "bad"}),
+    ],
+)
+def test_of_replies_that_do_not_go_together_most_are_kept(kinds: list[str], left_out: dict[int, str]) -> None:
+    federation = by_hand(Alike(), [[(255, 0)]] * len(kinds), Local())
+    server = federation.begin().server.replace(weights=three(0, 0, 0))
+    made = {"": three(2, 4, 6), "other": {"body.weight": torch.full((1, 1), 9.0)}, "bad": {"bad": torch.ones(1)}}
+    merged, why = _reconciled(Alike(), server, [Reply(made[k], client=i, samples=1) for i, k in enumerate(kinds)])
+    assert {client: reason for client, reason in left_out.items() if reason in why[client]} == left_out
+    assert why.keys() == left_out.keys()
+    assert numbers(merged.weights) == ([2, 4, 6] if "" in kinds else [0, 0, 0])
+
+
+def _negative_examples(value: dict[str, Any]) -> None:
+    if (examples := tensor_of(value, "examples")) is not None:
+        examples.fill_(-10.0)
+
+
+def _many_examples(value: dict[str, Any]) -> None:
+    if (examples := tensor_of(value, "examples")) is not None:
+        examples.fill_(1e6)
+
+
+def _no_path(value: dict[str, Any]) -> None:
+    if (paths := tensor_of(value, "paths")) is not None:
+        paths.fill_(99)
+
+
+def _negative_images(value: dict[str, Any]) -> None:
+    facts = value["worked"]["reply"]["facts"]
+    if "images" in facts:
+        facts["images"] = -facts["images"]
+
+
+def _good_scores(value: dict[str, Any]) -> None:
+    if (accuracies := tensor_of(value, "accuracies")) is not None:
+        accuracies.fill_(7.0)
+
+
+def _nested_scores(value: dict[str, Any]) -> None:
+    extra = value["worked"]["reply"]["extra"]
+    if "accuracies" in extra["names"]:
+        at = extra["names"].index("accuracies")
+        extra["tensors"][at] = extra["tensors"][at][:, None]
+
+
+@pytest.mark.parametrize(
+    ("attack", "why"),
+    [
+        (_negative_examples, "its paths saw"),
+        (_many_examples, "its paths saw"),
+        (_no_path, "is not in 0.."),
+        (_negative_images, "it says it scored on -"),
+        (_good_scores, r"with accuracies [7.0"),
+        (_nested_scores, "TypeError"),
+    ],
+)
+def test_counts_and_scores_that_cannot_be_are_not_merged(
+    attack: Callable[[dict[str, Any]], None], why: str, tmp_path: Path
+) -> None:
+    """With them a server divides by nothing, or ranks what has no order."""
+    listener = Listener()
+    post = MemoryPost(tmp_path / "sites", NAMES, changed(attack))
+    folder = serve(config_of("fedoras", **FEDORAS), tmp_path / "run", post, NAMES, watch=listener)
+    assert read_facts(folder)["status"] == "done"
+    refused = [line for line in listener.said.splitlines() if "the reply of client-001 is refused" in line]
+    assert refused
+    assert all(why in line for line in refused)
+    assert "client-000 is refused" not in listener.said
