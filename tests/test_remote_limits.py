@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,20 @@ import torch
 
 from fedtailor import values
 from fedtailor.config import Local
-from fedtailor.engine.parcel import Parcel, pack, unpack
+from fedtailor.engine import crowd
+from fedtailor.engine.parcel import Parcel, Refused, pack, unpack
 from fedtailor.engine.remote import _reconciled
+from fedtailor.engine.wire import Evaluate, Evaluated
 from fedtailor.method import Reply, Server
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.runs.facts import read_facts
+from fedtailor.runs.results import Results
 from fedtailor.runs.serve import serve
 from grid import MemoryPost
 from test_remote import NAMES, Listener, config_of, hurry  # noqa: F401, used by every test
 from test_remote_faults import changed, last_of
-from tools import by_hand, numbers, three
+from test_wire import REQUEST, TASK, read, respond
+from tools import by_hand, numbers, rows, three
 
 FEDORAS: dict[str, Any] = {"participants": 4, "rounds": 6, "evaluate_every": 6, "method__tiers": 1}
 
@@ -92,6 +98,13 @@ def _no_path(value: dict[str, Any]) -> None:
         paths.fill_(99)
 
 
+def _many_paths(value: dict[str, Any]) -> None:
+    if (paths := tensor_of(value, "paths")) is not None:
+        extra = value["worked"]["reply"]["extra"]
+        extra["tensors"][extra["names"].index("paths")] = paths[:1].repeat(40, 1)
+        extra["tensors"][extra["names"].index("examples")] = torch.ones(40)
+
+
 def _negative_images(value: dict[str, Any]) -> None:
     facts = value["worked"]["reply"]["facts"]
     if "images" in facts:
@@ -115,6 +128,7 @@ def _nested_scores(value: dict[str, Any]) -> None:
     [
         (_negative_examples, "its paths saw"),
         (_many_examples, "its paths saw"),
+        (_many_paths, "examples of "),
         (_no_path, "is not in 0.."),
         (_negative_images, "it says it scored on -"),
         (_good_scores, r"with accuracies [7.0"),
@@ -133,3 +147,66 @@ def test_counts_and_scores_that_cannot_be_are_not_merged(
     assert refused
     assert all(why in line for line in refused)
     assert "client-000 is refused" not in listener.said
+
+
+# messages that are larger than they seem ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [[10**9, 0], [0, 10**9], [300, 300, 0]])
+def test_rows_of_nothing_are_refused(shape: list[int]) -> None:
+    """They hold no byte, and become a thousand million lists where a method reads them."""
+    layout = {"format": 1, "tree": {"$tensor": "/x"}, "tensors": {"/x": ["float32", *shape]}}
+    with pytest.raises(Refused, match="too large for 0 bytes"):
+        unpack(Parcel(json.dumps(layout), b""))
+    assert unpack(pack(torch.zeros(0, 512, 3, 3))).shape == (0, 512, 3, 3)
+
+
+def test_a_reply_that_says_much_about_little_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crowd, "LAYOUT", 10_000)
+
+    def long(name: str, request: Parcel, response: Parcel) -> Parcel:
+        worked = unpack(response)["worked"]
+        if name == "client-001" and worked:
+            return Parcel(response.layout + " " * 3 * len(request.layout) + " " * 10_000, response.data)
+        return response
+
+    listener = Listener()
+    post = MemoryPost(tmp_path / "sites", NAMES, long)
+    folder = serve(config_of("fedavg", participants=4), tmp_path / "run", post, NAMES, watch=listener)
+    assert "a message of client-001 is refused: its layout has" in listener.said
+    assert len([r for r in rows(folder) if ",missing_refused," in r]) == 2
+
+
+# scores and facts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "facts", [{"parameters": "x"}, {"flops": "7"}, {"flops": 0.5}, {"flops": True}, {"flops": -1}, {"flops": 1 << 62}]
+)
+def test_what_a_network_costs_is_a_number(facts: dict[str, Any], tmp_path: Path) -> None:
+    """A text in its place would make the whole run unreadable."""
+
+    def twist(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if name == "client-001" and value["evaluated"] and value["evaluated"]["facts"]:
+            value["evaluated"]["facts"] = facts
+        return pack(value)
+
+    listener = Listener()
+    post = MemoryPost(tmp_path / "sites", NAMES, twist)
+    folder = serve(config_of("fedavg", rounds=1), tmp_path / "run", post, NAMES, watch=listener)
+    assert "a message of client-001 is refused" in listener.said
+    assert len(Results.read(folder).table().rows) > 0
+
+
+def test_scores_that_nobody_asked_for_are_refused() -> None:
+    order = Evaluate(1, TASK, 0, shared=TASK)
+    for asked, scores in (
+        (replace(order, shared=None), Evaluated({}, {"val": 0.5}, {})),
+        (order, Evaluated({"test": 0.5}, {}, {})),
+    ):
+        request = replace(REQUEST, work=None, evaluate=asked)
+        with pytest.raises(Refused, match=r"nobody sent|no accuracy"):
+            read(respond(worked=None, evaluated=scores), request)
+    request = replace(REQUEST, work=None, evaluate=replace(order, last=True))
+    assert read(respond(worked=None, evaluated=Evaluated({"test": 0.5}, {"val": 0.5}, {})), request).evaluated

@@ -23,7 +23,9 @@ POLL = 0.1  # seconds between looks for replies
 LOOK = 1.0  # seconds between looks for clients that came or went
 AGAIN = 30.0  # seconds until a client that could not take part is asked again who it is
 NAMED = 10  # clients, at most, that a line lists
+LAYOUT = 2 << 20  # bytes of an answer's layout beside three times its request's, which may hold twice the tensors
 SAID = 4000  # letters of a line, at most
+CLASSES_LIMIT = 10_000  # of a client: all networks of the run get an output for each class
 UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # what would steer a terminal, or is no text at all
 
 
@@ -75,6 +77,7 @@ class Pending:
     node: int
     name: str  # '' for a node that has yet to say its name
     request: Request
+    layout: int = 0  # bytes that its answer's layout may have
     late: bool = False
 
 
@@ -241,10 +244,10 @@ class Crowd:
         if not requests:
             return
         names = {member.node: name for name, member in self.members.items()}
-        ids = self.post.send({node: request.pack() for node, request in requests.items()})
-        for node, number in ids.items():
+        parcels = {node: request.pack() for node, request in requests.items()}
+        for node, number in self.post.send(parcels).items():
             name = names[node] if unknown is None else unknown
-            self._pending[number] = Pending(node, name, requests[node])
+            self._pending[number] = Pending(node, name, requests[node], LAYOUT + 3 * len(parcels[node].layout))
         self._show()
 
     def _read(self, pending: Pending, content: Parcel | Refused | str) -> Response | str:
@@ -255,6 +258,8 @@ class Crowd:
         try:
             if isinstance(content, Refused):
                 raise content
+            if len(content.layout) > pending.layout:  # before it is read: as values JSON is many times as large
+                raise Refused(f"its layout has {len(content.layout)} bytes, more than the {pending.layout} expected")
             name = pending.name or _claimed(content)
             response = read_response(content, pending.request, name, self.declared)
         except Refused as error:
@@ -303,8 +308,10 @@ def _unsound(about: dict[str, Any]) -> str:
         return f"{str(samples)[:40]} is no believable number of training images"
     if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and 1 <= n <= 10_000 for n in shape):
         return "it does not say what shape its images have"
-    if not isinstance(classes, list) or not 1 <= len(classes) <= 100_000:
+    if not isinstance(classes, list) or not classes:
         return "it does not say what classes its images have"
+    if len(classes) > CLASSES_LIMIT:
+        return f"it has {len(classes)} classes; a federation has at most {CLASSES_LIMIT}"
     if not all(isinstance(c, str) and 0 < len(c) <= 500 and not UNSHOWN.search(c) for c in classes):
         return "its classes have names that cannot be shown"
     if len(set(classes)) != len(classes):
