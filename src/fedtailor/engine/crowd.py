@@ -155,15 +155,18 @@ class Crowd:
         about = (self.config, self.classes)
         self._send({node: Request(self.run, new_number(), *about, public=self.public) for node in fresh}, "")
 
-    def gather(self, count: int, names: Collection[str] = ()) -> None:
-        """Waits until so many clients (of these names, where they are given) are there."""
-        told = -1
+    def gather(self, count: int, names: Collection[str] = (), seconds: float = 0) -> bool:
+        """Waits until so many clients (of these names, where they are given) are there: for ever, or so many seconds.
+        Returns whether they are."""
+        told, began = -1, time.monotonic()
         while True:
             self.look()
             self.collect()
             here = [n for n in self.members if self.ready(n) and (not names or n in names)]
             if len(here) >= count:
-                return
+                return True
+            if seconds and time.monotonic() - began > seconds:
+                return False
             if len(here) != told:
                 told = len(here)
                 away = [n for n in names or self.expected if not self.ready(n)]
