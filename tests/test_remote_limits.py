@@ -17,13 +17,14 @@ from fedtailor.engine import crowd
 from fedtailor.engine.parcel import Parcel, Refused, pack, unpack
 from fedtailor.engine.remote import _reconciled
 from fedtailor.engine.wire import Evaluate, Evaluated
+from fedtailor.errors import UserError
 from fedtailor.method import Reply, Server
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.runs.facts import read_facts
 from fedtailor.runs.results import Results
 from fedtailor.runs.serve import serve
 from grid import MemoryPost
-from test_remote import NAMES, Listener, config_of, hurry  # noqa: F401, used by every test
+from test_remote import NAMES, Listener, config_of, crash, hurry  # noqa: F401, used by every test
 from test_remote_faults import changed, last_of
 from test_wire import REQUEST, TASK, read, respond
 from tools import by_hand, numbers, rows, three
@@ -210,3 +211,91 @@ def test_scores_that_nobody_asked_for_are_refused() -> None:
             read(respond(worked=None, evaluated=scores), request)
     request = replace(REQUEST, work=None, evaluate=replace(order, last=True))
     assert read(respond(worked=None, evaluated=Evaluated({"test": 0.5}, {"val": 0.5}, {})), request).evaluated
+
+
+# before a run begins ------------------------------------------------------------------------------------------------
+
+
+def hello(change: Callable[[str, dict[str, Any]], None]) -> Callable[[str, Parcel, Parcel], Parcel]:
+    """A twist that alters what clients say of themselves."""
+
+    def twist(name: str, request: Parcel, response: Parcel) -> Parcel:
+        value = unpack(response)
+        if value["about"]:
+            change(name, value["about"])
+        return pack(value)
+
+    return twist
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_run_is_for_the_images_that_most_clients_have(named: bool, tmp_path: Path) -> None:
+    """The first client to come must not shut all others out, whether clients have keys or not."""
+
+    class Post(MemoryPost):
+        def nodes(self) -> dict[int, str]:  # type: ignore[override]
+            return dict(super().nodes()) if named else dict.fromkeys(super().nodes(), "")
+
+    said = list[int]()
+
+    def odd(name: str, about: dict[str, Any]) -> None:
+        if name == "client-000" and (named or not said):  # its owner helps it where all four are needed
+            said.append(1)
+            about["shape"] = [1, 9, 9]
+
+    listener, post = Listener(), Post(tmp_path / "s", NAMES, hello(odd))
+    clients, count = (NAMES, 3) if named else ((), 0)
+    config = config_of("fedavg", participants=4, rounds=1)
+    folder = serve(config, tmp_path / "run", post, clients, start_with=count, watch=listener)
+    assert read_facts(folder)["input"] == [1, 8, 8]
+    assert "client-001's images are [1, 8, 8] (channels, height, width), not as those of client-000" in listener.said
+    assert "'client-000' is not taken in: its images are [1, 9, 9]" in listener.said
+    losses = [row.split(",")[1] for row in rows(folder) if ",train,loss," in row]
+    assert losses == (["1", "2", "3"] if named else ["0", "1", "2", "3"])
+
+
+def test_of_shapes_that_equally_many_have_the_first_counts(tmp_path: Path) -> None:
+    def odd(name: str, about: dict[str, Any]) -> None:
+        if name in NAMES[2:]:
+            about["shape"] = [1, 9, 9]
+
+    config = config_of("fedavg", participants=4, rounds=1)
+    post = MemoryPost(tmp_path / "s", NAMES, hello(odd))
+    crowd_ = crowd.Crowd(post, "run", config.to_toml(), lambda _: None)
+    crowd_.gather(4)
+    crowd_.settle()
+    assert crowd_.shape == (1, 8, 8)
+    assert list(crowd_.members) == list(NAMES[:2])
+
+
+def test_a_client_that_can_afford_no_network_does_not_keep_a_run_from_its_beginning(tmp_path: Path) -> None:
+    def many(name: str, about: dict[str, Any]) -> None:
+        if name == "client-003":
+            about["samples"] = 10**8
+
+    config = config_of("fedavg", participants=4, rounds=2, fleet__budget__seconds=60)
+    listener, post = Listener(1, crash), MemoryPost(tmp_path / "s", NAMES, hello(many))
+    with pytest.raises(RuntimeError, match="power cut"):
+        serve(config, tmp_path / "run", post, NAMES, start_with=3, watch=listener)
+    assert "'client-003' is not taken in: client 'client-003' (phone-high): no arch" in listener.said
+    again = Listener()  # nor from going on, where nobody says how many are enough
+    folder = serve(config, tmp_path / "run", MemoryPost(tmp_path / "s", NAMES, hello(many)), NAMES, watch=again)
+    assert "'client-003' is not taken in: client 'client-003' (phone-high): no arch" in again.said
+    assert {row.split(",")[1] for row in rows(folder) if ",train,loss," in row} == {"0", "1", "2"}
+
+
+def test_a_budget_that_suits_nobody_is_the_servers_to_mend(tmp_path: Path) -> None:
+    config = config_of("fedavg", rounds=1, fleet__budget__seconds=1e-9)
+    with pytest.raises(UserError, match="no arch"):
+        serve(config, tmp_path / "run", MemoryPost(tmp_path / "s", NAMES), NAMES)
+
+
+def test_a_client_with_more_classes_than_a_federation_may_have(tmp_path: Path) -> None:
+    def many(name: str, about: dict[str, Any]) -> None:
+        if name == "client-001":
+            about["classes"] = [str(i) for i in range(20_000)]
+
+    listener, post = Listener(), MemoryPost(tmp_path / "s", NAMES, hello(many))
+    config = config_of("fedavg", participants=4, rounds=1)
+    serve(config, tmp_path / "run", post, NAMES, start_with=3, watch=listener)
+    assert "'client-001' is not taken in: it has 20000 classes; a federation has at most 10000" in listener.said

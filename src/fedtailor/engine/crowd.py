@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from .. import __version__
 from ..card import Message
-from ..errors import UserError
 from .parcel import Parcel, Refused
 from .site import PROBLEMS
 from .wire import SAMPLES_LIMIT, Request, Response, Work, Worked, read_response
@@ -296,13 +296,32 @@ class Crowd:
             return
         self.members[name] = Member(node, about)
         self.say(f"{name} is here with {about['samples']} training images")
+        others = [n for n, member in self.members.items() if member.about["shape"] != about["shape"]]
+        if others:
+            self.say(
+                f"{name}'s images are {about['shape']} (channels, height, width), not as those of "
+                f"{', '.join(others[:NAMED])}: the run will be for those that most clients have"
+            )
 
     def _misfit(self, about: dict[str, Any]) -> str:
-        theirs = {"the run": list(self.shape)} if self.shape else {n: m.about["shape"] for n, m in self.members.items()}
-        for name, shape in theirs.items():
-            if shape != about["shape"]:
-                return f"its images are {about['shape']} (channels, height, width), those of {name} {shape}"
-        return ""
+        """Why its images are not those of the run, once that has any."""
+        if not self.shape or list(self.shape) == about["shape"]:
+            return ""
+        return f"its images are {about['shape']} (channels, height, width), those of the run {list(self.shape)}"
+
+    def settle(self) -> None:
+        """Gives the run the images that most of its clients have; of equals, those who were here first. The others
+        are left out."""
+        shapes = Counter(tuple(member.about["shape"]) for member in self.members.values())
+        self.shape = shapes.most_common(1)[0][0]
+        for name, member in list(self.members.items()):
+            if why := self._misfit(member.about):
+                self.leave_out(name, why)
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Takes a client out again. It is asked again who it is in a while: its owner may have helped it."""
+        self.members.pop(name, None)
+        self.say(f"'{name}' is not taken in: {why}")
 
 
 def _unsound(about: dict[str, Any]) -> str:
@@ -343,29 +362,3 @@ def _claimed(content: Parcel) -> str:
 def new_number() -> str:
     """Names a request; never the same twice."""
     return secrets.token_hex(8)
-
-
-def roster(crowd: Crowd, names: Sequence[str], clients: int, new_clients: int, start_with: int) -> tuple[str, ...]:
-    """Who takes part, in the order of their places: the names that have keys, or whoever comes first."""
-    total = clients + new_clients
-    if names:
-        if len(names) != total:
-            raise UserError(
-                f"there are keys of {len(names)} nodes, but clients = {clients}"
-                + (f" and partition.new_clients = {new_clients}" if new_clients else "")
-                + ". Make them equal."
-            )
-        crowd.expected = tuple(names)
-        if start_with > total:
-            raise UserError(f"--start-with {start_with}: there are only {total} clients.")
-        crowd.gather(start_with or total)
-        return crowd.expected
-    crowd.gather(total)
-    crowd.expected = tuple(sorted(crowd.members)[:total])
-    return crowd.expected
-
-
-def common_classes(crowd: Crowd) -> tuple[str, ...]:
-    """The classes of the federation: the same list everywhere, or all names that anybody has, sorted."""
-    lists = {tuple(m.about["classes"]) for m in crowd.members.values()}
-    return lists.pop() if len(lists) == 1 else tuple(sorted({c for found in lists for c in found}))
