@@ -134,7 +134,7 @@ def serve_command(
             with link.run() as grid:
                 post = GridPost(grid, names)
                 if loaded is None:
-                    welcome(folder, post, onboard, profile, watch)
+                    welcome(folder, post, onboard, profile, watch, deadline)
                     return
                 known = tuple(names.values()) if names else ()
                 serve(loaded, folder, post, known, start_with, Waiting(deadline, quorum), watch)

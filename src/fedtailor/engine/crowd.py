@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..card import Message
-from ..errors import UNSHOWN, UserError, shown
+from ..errors import UNSHOWN, shown
 from .parcel import Parcel, Refused
 from .site import PROBLEMS
 from .wire import SAMPLES_LIMIT, Request, Response, Work, Worked, read_response
@@ -22,6 +23,8 @@ POLL = 0.1  # seconds between looks for replies
 LOOK = 1.0  # seconds between looks for clients that came or went
 AGAIN = 30.0  # seconds until a client that could not take part is asked again who it is
 NAMED = 10  # clients, at most, that a line lists
+LAYOUT = 2 << 20  # bytes of an answer's layout beside three times its request's, which may hold twice the tensors
+CLASSES_LIMIT = 10_000  # of a client: all networks of the run get an output for each class
 
 
 class Post(Protocol):
@@ -72,6 +75,7 @@ class Pending:
     node: int
     name: str  # '' for a node that has yet to say its name
     request: Request
+    layout: int = 0  # bytes that its answer's layout may have
     late: bool = False
 
 
@@ -149,15 +153,18 @@ class Crowd:
         about = (self.config, self.classes)
         self._send({node: Request(self.run, new_number(), *about, public=self.public) for node in fresh}, "")
 
-    def gather(self, count: int, names: Collection[str] = ()) -> None:
-        """Waits until so many clients (of these names, where they are given) are there."""
-        told = -1
+    def gather(self, count: int, names: Collection[str] = (), seconds: float = 0) -> bool:
+        """Waits until so many clients (of these names, where they are given) are there: for ever, or so many seconds.
+        Returns whether they are."""
+        told, began = -1, time.monotonic()
         while True:
             self.look()
             self.collect()
             here = [n for n in self.members if self.ready(n) and (not names or n in names)]
             if len(here) >= count:
-                return
+                return True
+            if seconds and time.monotonic() - began > seconds:
+                return False
             if len(here) != told:
                 told = len(here)
                 away = [n for n in names or self.expected if not self.ready(n)]
@@ -238,10 +245,10 @@ class Crowd:
         if not requests:
             return
         names = {member.node: name for name, member in self.members.items()}
-        ids = self.post.send({node: request.pack() for node, request in requests.items()})
-        for node, number in ids.items():
+        parcels = {node: request.pack() for node, request in requests.items()}
+        for node, number in self.post.send(parcels).items():
             name = names[node] if unknown is None else unknown
-            self._pending[number] = Pending(node, name, requests[node])
+            self._pending[number] = Pending(node, name, requests[node], LAYOUT + 3 * len(parcels[node].layout))
         self._show()
 
     def _read(self, pending: Pending, content: Parcel | Refused | str) -> Response | str:
@@ -252,6 +259,8 @@ class Crowd:
         try:
             if isinstance(content, Refused):
                 raise content
+            if len(content.layout) > pending.layout:  # before it is read: as values JSON is many times as large
+                raise Refused(f"its layout has {len(content.layout)} bytes, more than the {pending.layout} expected")
             name = pending.name or _claimed(content)
             response = read_response(content, pending.request, name, self.declared)
         except Refused as error:
@@ -285,13 +294,32 @@ class Crowd:
             return
         self.members[name] = Member(node, about)
         self.say(f"{name} is here with {about['samples']} training images")
+        others = [n for n, member in self.members.items() if member.about["shape"] != about["shape"]]
+        if others:
+            self.say(
+                f"{name}'s images are {about['shape']} (channels, height, width), not as those of "
+                f"{', '.join(others[:NAMED])}: the run will be for those that most clients have"
+            )
 
     def _misfit(self, about: dict[str, Any]) -> str:
-        theirs = {"the run": list(self.shape)} if self.shape else {n: m.about["shape"] for n, m in self.members.items()}
-        for name, shape in theirs.items():
-            if shape != about["shape"]:
-                return f"its images are {about['shape']} (channels, height, width), those of {name} {shape}"
-        return ""
+        """Why its images are not those of the run, once that has any."""
+        if not self.shape or list(self.shape) == about["shape"]:
+            return ""
+        return f"its images are {about['shape']} (channels, height, width), those of the run {list(self.shape)}"
+
+    def settle(self) -> None:
+        """Gives the run the images that most of its clients have; of equals, those who were here first. The others
+        are left out."""
+        shapes = Counter(tuple(member.about["shape"]) for member in self.members.values())
+        self.shape = shapes.most_common(1)[0][0]
+        for name, member in list(self.members.items()):
+            if why := self._misfit(member.about):
+                self.leave_out(name, why)
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Takes a client out again. It is asked again who it is in a while: its owner may have helped it."""
+        self.members.pop(name, None)
+        self.say(f"'{name}' is not taken in: {why}")
 
 
 def _unsound(about: dict[str, Any]) -> str:
@@ -300,8 +328,10 @@ def _unsound(about: dict[str, Any]) -> str:
         return f"{str(samples)[:40]} is no believable number of training images"
     if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and 1 <= n <= 10_000 for n in shape):
         return "it does not say what shape its images have"
-    if not isinstance(classes, list) or not 1 <= len(classes) <= 100_000:
+    if not isinstance(classes, list) or not classes:
         return "it does not say what classes its images have"
+    if len(classes) > CLASSES_LIMIT:
+        return f"it has {len(classes)} classes; a federation has at most {CLASSES_LIMIT}"
     if not all(isinstance(c, str) and 0 < len(c) <= 500 and not UNSHOWN.search(c) for c in classes):
         return "its classes have names that cannot be shown"
     if len(set(classes)) != len(classes):
@@ -324,29 +354,3 @@ def _claimed(content: Parcel) -> str:
 def new_number() -> str:
     """Names a request; never the same twice."""
     return secrets.token_hex(8)
-
-
-def roster(crowd: Crowd, names: Sequence[str], clients: int, new_clients: int, start_with: int) -> tuple[str, ...]:
-    """Who takes part, in the order of their places: the names that have keys, or whoever comes first."""
-    total = clients + new_clients
-    if names:
-        if len(names) != total:
-            raise UserError(
-                f"there are keys of {len(names)} nodes, but clients = {clients}"
-                + (f" and partition.new_clients = {new_clients}" if new_clients else "")
-                + ". Make them equal."
-            )
-        crowd.expected = tuple(names)
-        if start_with > total:
-            raise UserError(f"--start-with {start_with}: there are only {total} clients.")
-        crowd.gather(start_with or total)
-        return crowd.expected
-    crowd.gather(total)
-    crowd.expected = tuple(sorted(crowd.members)[:total])
-    return crowd.expected
-
-
-def common_classes(crowd: Crowd) -> tuple[str, ...]:
-    """The classes of the federation: the same list everywhere, or all names that anybody has, sorted."""
-    lists = {tuple(m.about["classes"]) for m in crowd.members.values()}
-    return lists.pop() if len(lists) == 1 else tuple(sorted({c for found in lists for c in found}))

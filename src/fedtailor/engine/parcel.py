@@ -27,6 +27,7 @@ DTYPES = {
 }
 ALIGN = 8  # bytes; tensors begin at multiples of it
 LAYOUT_LIMIT = 16 << 20  # bytes of JSON
+EMPTY = 1 << 16  # entries that a tensor without any may have along its other dimensions
 
 
 class Refused(Exception):
@@ -80,6 +81,8 @@ def _tensors(shapes: dict[str, list[Any]], data: bytes) -> dict[str, Tensor]:
             raise Refused(f"'{path}' has the unknown type {name!r}")
         if not all(type(n) is int and n >= 0 for n in shape):
             raise Refused(f"'{path}' has the impossible shape {shape}")
+        if math.prod(max(n, 1) for n in shape) > len(data) + EMPTY:  # 10^9 rows of nothing hold no byte
+            raise Refused(f"'{path}' has the shape {str(shape)[:80]}, too large for {len(data)} bytes")
         dtype = DTYPES[name]
         size = math.prod(shape) * dtype.itemsize
         if size > len(data) - at:

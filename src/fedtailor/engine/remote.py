@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
 import torch
 
@@ -22,7 +23,7 @@ from .crowd import AGAIN, POLL, Crowd, Waiting, new_number
 from .loop import Answer, Event, Memory, Rounds, State
 from .wire import Evaluate, Evaluated, Request, Response, Work
 
-TRIES = 20  # of a round in which clients answer, but nothing that can be used
+TRIES = 20  # answers of a client, none of which can be used, until its round goes by without it
 PATIENCE = 90.0  # seconds to wait at the end for clients that are late or lost: a killed one needs a minute to return
 
 
@@ -46,6 +47,7 @@ class RemoteFederation(Rounds):
         self._job_for = job_for  # the job with other numbers of samples
         self._evaluation: dict[int, Evaluate] = {}  # what clients evaluate along with their next work
         self._lost: set[int] = set()  # clients whose memory is gone
+        self._useless: set[int] = set()  # clients that have not answered anything of use since they were given up
         self._stale: list[Reply] = []  # late replies that the next merge uses
         self._joining = False
         self.precision = "auto"  # of the clients, each on its device
@@ -69,16 +71,15 @@ class RemoteFederation(Rounds):
         return self.crowd.ready(seat.name) and self.crowd.members[seat.name].about["samples"] == seat.samples
 
     def _gather(self, state: State) -> None:
-        """Waits while the next round's participants are too few for a quorum. Nobody waits for those that were shut
-        out: a round that has no others goes by."""
-        seats = [
-            seat for i in super().present(state.round + 1) if (seat := self.job.seats[i]).name not in self.crowd.shut
-        ]
-        quorum, names = min(self.waiting.quorum, len(seats)), [seat.name for seat in seats]
+        """Waits while the next round's participants are too few for a quorum. Those that were shut out, or were of no
+        use, make none, and nobody waits for them: a round that has no others goes by."""
+        out = self.crowd.shut.union(self.job.seats[i].name for i in self._useless)
+        names = [seat.name for i in super().present(state.round + 1) if (seat := self.job.seats[i]).name not in out]
+        quorum = min(self.waiting.quorum, len(names))
         while True:
             self.crowd.gather(quorum, names)
             self._catch_up(state)
-            if len(self.present(state.round + 1)) >= quorum:
+            if sum(self.job.seats[i].name in names for i in self.present(state.round + 1)) >= quorum:
                 return
             time.sleep(POLL)
 
@@ -97,32 +98,54 @@ class RemoteFederation(Rounds):
             for seat, task in zip(seats, tasks, strict=True)
         }
         answers: dict[int, Answer] = {}
+        reasons: dict[int, str] = {}
+        tries, given_up = Counter[int](), set[int]()
         quorum = min(self.waiting.quorum, len(seats))
-        for _ in range(TRIES):
-            found, missing = self._ask(orders, evaluation)
+        while True:
+            found, missing = self._ask(orders, evaluation, quorum - len(answers))
             events += self._evaluated(evaluation, found, "personal", number - 1)
             for who, response in found.items():
                 if response.worked:
                     memory = {"round": number} if response.worked.remembers else {}
                     answers[who] = Answer(response.worked.reply, memory, response.worked.flops)
             self._lost |= {who for who, why in missing.items() if why == "memory"}
+            reasons |= {who: why for who, why in missing.items() if who in orders}
+            tries.update(who for who in orders if who not in answers and self._there(who))
+            given_up |= {who for who, n in tries.items() if n >= (1 if who in self._useless else TRIES)}
+            given_up |= {who for who, why in missing.items() if why == "late"} if self._joining else set()
+            # nobody waits for a client that answers nothing of use, as for one that was shut out
+            quorum = min(self.waiting.quorum, len(seats) - len(given_up))
+            orders = {
+                who: dataclasses.replace(order, memory=0) if who in self._lost else order
+                for who, order in orders.items()
+                if who not in answers and who not in given_up
+            }
             if len(answers) >= quorum:
                 break
             # too few for the round to count: ask again, those that are back or come back
             self.crowd.say(f"round {number}: {len(answers)} of {quorum} replies that it needs; trying again")
-            orders = {
-                who: dataclasses.replace(order, memory=0) if who in self._lost else order
-                for who, order in orders.items()
-                if who not in answers
-            }
-            self._wait_for(orders, quorum - len(answers), missing)
+            if not self._wait_for(orders, quorum - len(answers), missing):
+                given_up |= orders.keys()
+                break
             evaluation = {}
-        else:
-            raise UserError(f"round {number}: clients answered {TRIES} times, but nothing that could be used.")
-        events += [Event(number, who, "", f"missing_{why}", 1) for who, why in sorted(missing.items()) if who in orders]
+        reasons = {who: why for who, why in reasons.items() if who not in answers}
+        events += [Event(number, who, "", f"missing_{why}", 1) for who, why in sorted(reasons.items())]
+        self._give_up(number, given_up, answers)
         if not self._joining:
             events += self._take_late(number, answers)
         return [answers.get(seat.id) for seat in seats]
+
+    def _there(self, who: int) -> bool:
+        return self.crowd.ready(self.job.seats[who].name)
+
+    def _give_up(self, number: int, given_up: Set[int], answers: Collection[int]) -> None:
+        """Notes whose round goes by without them; raises where no client that ever came is of use."""
+        for who in sorted(given_up):
+            self.crowd.say(f"round {number} goes by without {self.job.seats[who].name}: no answer could be used")
+        self._useless = (self._useless | given_up).difference(answers)
+        came = {seat.id for seat in self.job.seats[: self.job.clients] if seat.name in self.crowd.members}
+        if given_up and not self._joining and self._useless >= came:
+            raise UserError(f"round {number}: clients answered {TRIES} times, but nothing that could be used.")
 
     def _take_late(self, number: int, answers: Mapping[int, Answer]) -> list[Event]:
         """Takes up replies to earlier rounds as far as the method allows. A client counts once, by its newest reply.
@@ -145,37 +168,45 @@ class RemoteFederation(Rounds):
         return [Event(number, who, "", "stale", age) for who, (age, _) in sorted(taken.items())]
 
     def merge(self, method: Method, server: Server, replies: Sequence[Reply]) -> Server:
-        """Merges replies; one that the method cannot use by itself is left out, whatever it holds."""
+        """Merges replies; those that the method cannot use, by themselves or together, are left out."""
         replies, self._stale = sorted([*replies, *self._stale], key=lambda reply: reply.client), []
         try:
             return _merged(method, server, replies)
-        except Exception:
-            why = {reply.client: self._obstacle(method, server, reply) for reply in replies}
-            if not any(why.values()):
-                raise
-            for client, obstacle in why.items():
-                if obstacle:
-                    self.crowd.say(f"the reply of {self.job.seats[client].name} is refused: {obstacle}")
-            sound = [reply for reply in replies if not why[reply.client]]
-            return _merged(method, server, sound) if sound else server.replace()
-
-    def _obstacle(self, method: Method, server: Server, reply: Reply) -> str:
-        """Why a reply cannot be merged even by itself; empty: it can."""
-        try:
-            _merged(method, server, [reply])
-        except Exception as error:  # a hostile reply may make a method fail in any way
-            return f"{type(error).__name__}: {error}"
-        return ""
+        except Exception:  # a hostile reply may make a method fail in any way
+            merged, why = _reconciled(method, server, replies)
+        for client, obstacle in sorted(why.items()):
+            self.crowd.say(f"the reply of {self.job.seats[client].name} is refused: {obstacle}")
+        return merged
 
     def finish(self, state: State) -> tuple[list[Event], list[Kept]]:
         """The evaluation at the end. Networks stay with their clients."""
         self.crowd.await_all(PATIENCE)
         self._catch_up(state)
         orders = self._orders(state, last=True)
-        found, _ = self._ask({}, orders)
-        events = self._evaluated(orders, found, "personal", state.round)
+        events = self._evaluated(orders, self._ask_last(orders), "personal", state.round)
         held_out = [s for s in self.job.seats[self.job.clients :] if self.crowd.ready(s.name)]
         return events + (self.take_in(state, held_out, "new") if held_out else []), []
+
+    def _ask_last(self, orders: Mapping[int, Evaluate]) -> dict[int, Response]:
+        """Has clients make the networks that they keep. There is no other time for it: one that is lost meanwhile is
+        asked again when it is back, and one that has lost its memory makes its network without."""
+        found, missing = self._ask({}, orders)
+        ends = time.monotonic() + max(PATIENCE, self.waiting.deadline)
+        open_ = dict(orders)
+        while time.monotonic() < ends:
+            open_ = {
+                who: dataclasses.replace(order, memory=0) if missing[who] == "memory" else order
+                for who, order in open_.items()
+                if missing.get(who) in ("lost", "memory")
+            }
+            if not open_ or not self._wait_for(open_, 1, missing, ends - time.monotonic()):
+                break
+            more, missing = self._ask({}, open_)
+            found |= more
+        without = [self.job.seats[who].name for who in sorted(orders) if who not in found]
+        if without:
+            self.crowd.say(f"nobody knows whether they have their networks: {', '.join(without)}")
+        return found
 
     def take_in(self, state: State, seats: Sequence[Seat], kind: str, tune: int = 0) -> list[Event]:
         """Lets clients that never trained join in the method's way; their networks and folders are made at theirs."""
@@ -190,10 +221,9 @@ class RemoteFederation(Rounds):
                 tune=tune,
             )
             for s in seats
-            if self.crowd.ready(s.name)
+            if self.crowd.ready(s.name) and s.id not in self._useless
         }
-        found, _ = self._ask({}, orders)
-        return self._evaluated(orders, found, kind, state.round)
+        return self._evaluated(orders, self._ask_last(orders), kind, state.round)
 
     # the exchange -----------------------------------------------------------------------------------------------
 
@@ -216,8 +246,10 @@ class RemoteFederation(Rounds):
         }
 
     def _ask(
-        self, work: Mapping[int, Work], evaluation: Mapping[int, Evaluate]
+        self, work: Mapping[int, Work], evaluation: Mapping[int, Evaluate], quorum: int = 0
     ) -> tuple[dict[int, Response], dict[int, str]]:
+        """Asks those that are there; the deadline holds once a quorum of them has worked. Nobody else waits for
+        newcomers, so that for them it holds at once."""
         requests: dict[str, Request] = {}
         missing: dict[int, str] = {}
         for who in sorted(work.keys() | evaluation.keys()):
@@ -235,16 +267,19 @@ class RemoteFederation(Rounds):
                 evaluation.get(who),
                 work.get(who),
             )
-        found, without = self.crowd.ask(requests, self.waiting)
+        waiting = dataclasses.replace(self.waiting, quorum=0 if self._joining else quorum)
+        found, without = self.crowd.ask(requests, waiting)
         ids = {seat.name: seat.id for seat in self.job.seats}
         return {ids[n]: r for n, r in sorted(found.items(), key=lambda pair: ids[pair[0]])}, missing | {
             ids[n]: why for n, why in without.items()
         }
 
-    def _wait_for(self, orders: Mapping[int, Work], count: int, missing: Mapping[int, str]) -> None:
-        if any(why not in ("lost", "late", "memory") for why in missing.values()):
+    def _wait_for(self, orders: Collection[int], count: int, missing: Mapping[int, str], seconds: float = 0) -> bool:
+        """Waits until so many of these are there, for ever or so many seconds; newcomers, to the deadline at most."""
+        if any(why != "memory" and self._there(who) for who, why in missing.items()):
             time.sleep(AGAIN / 10)  # a client that answers, but cannot work, may be helped by its owner
-        self.crowd.gather(count, [self.job.seats[who].name for who in orders])
+        seconds = seconds or (self.waiting.deadline if self._joining else 0)
+        return self.crowd.gather(count, [self.job.seats[who].name for who in orders], seconds)
 
     def _evaluated(
         self, orders: Mapping[int, Evaluate], found: Mapping[int, Response], kind: str, round: int
@@ -297,6 +332,28 @@ def _merged(method: Method, server: Server, replies: Sequence[Reply]) -> Server:
     if lost:
         raise ValueError(f"it makes {min(lost)} infinite")
     return merged
+
+
+def _reconciled(method: Method, server: Server, replies: Sequence[Reply]) -> tuple[Server, dict[int, str]]:
+    """The server after a merge of replies that go together, taken up one by one, and why the others are left out.
+
+    Which replies go together depends on which comes first: where no more than half do, one that was left out does.
+    """
+    found: list[tuple[Server, dict[int, str]]] = []
+    firsts = list(replies)
+    while firsts and all(2 * len(why) >= len(replies) for _, why in found):
+        merged, kept, why = server.replace(), list[Reply](), dict[int, str]()
+        for reply in [firsts[0], *(r for r in replies if r is not firsts[0])]:
+            together = sorted([*kept, reply], key=lambda r: r.client)
+            try:
+                merged, kept = _merged(method, server, together), together
+            except Exception as error:
+                why[reply.client] = f"{type(error).__name__}: {error}"
+        found.append((merged, why))
+        if not kept:  # every single one was tried by itself
+            break
+        firsts = [r for r in firsts[1:] if r.client in why]
+    return min(found, key=lambda pair: len(pair[1]))
 
 
 def _infinite(server: Server) -> set[str]:

@@ -239,7 +239,7 @@ def read_response(parcel: Parcel, request: Request, client: str, declared: Messa
             request.number,
             client,
             _facts(value["about"], lists=True) if request.seat is None else {},
-            evaluated and _evaluated(evaluated),
+            evaluated and _evaluated(evaluated, request.evaluate),  # type: ignore[arg-type]
             worked and _worked(worked, task, request.seat, declared),  # type: ignore[arg-type]
             str(value["problem"])[:500],
         )
@@ -249,16 +249,25 @@ def read_response(parcel: Parcel, request: Request, client: str, declared: Messa
         raise Refused(f"it is no response of this package ({type(error).__name__}: {str(error)[:200]})") from error
 
 
-def _evaluated(value: Value) -> Evaluated:
+def _evaluated(value: Value, asked: Evaluate) -> Evaluated:
+    splits = ("val", "test") if asked.last else ("val",)
+    if value["shared"] and asked.shared is None:
+        raise Refused("it scores a model that nobody sent")
     for scores in (value["personal"], value["shared"]):
         for split, accuracy in scores.items():
-            if split not in ("val", "test") or type(accuracy) is not float or not 0 <= accuracy <= 1:
+            if split not in splits or type(accuracy) is not float or not 0 <= accuracy <= 1:
                 raise Refused(f"'{str(split)[:40]}' = {str(accuracy)[:40]} is no accuracy")
     facts = _facts(value["facts"])
     for name, fact in facts.items():  # they become cells of the run's table
-        if name not in KEPT or (isinstance(fact, str) and not WORD.fullmatch(fact)):
+        sound = isinstance(fact, str) and WORD.fullmatch(fact) if name == "arch" else _is_count(fact)
+        if name not in KEPT or not sound:
             raise Refused(f"'{name[:40]}' = {str(fact)[:40]!r} is nothing that a network is")
     return Evaluated(dict(value["personal"]), dict(value["shared"]), facts)
+
+
+def _is_count(count: Fact) -> bool:
+    """Whether it is a number of operations or parameters."""
+    return type(count) is int and 0 <= count < 1 << 62
 
 
 def _worked(value: Value, task: Task, seat: Seat, declared: Message | None) -> Worked:
@@ -268,7 +277,7 @@ def _worked(value: Value, task: Task, seat: Seat, declared: Message | None) -> W
     if declared is not None:
         check_declared(reply, declared)
     flops = value["flops"]
-    if type(flops) is not int or not 0 <= flops < 1 << 62:
+    if not _is_count(flops):
         raise Refused(f"{str(flops)[:40]} is no number of operations")
     return Worked(reply, flops, bool(value["remembers"]))
 

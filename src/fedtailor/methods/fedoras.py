@@ -131,7 +131,7 @@ class FedorAS(Method):
     def merge(self, server: Server, replies: Sequence[Reply]) -> Server:
         stage, tiers = self.stage(server), range(self.tiers)
         if stage == "supernet":
-            return server.replace(weights=merge_paths(server.space, server.weights, replies))
+            return server.replace(weights=merge_paths(server, replies))
         if stage == "search":
             return server.replace(pools=absorbed(server.pools, replies))
         parts = [[(r.weights, r.samples) for r in replies if r.facts["tier"] == t] for t in tiers]

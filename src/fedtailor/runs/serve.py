@@ -20,10 +20,11 @@ from ..data import partition as partitions
 from ..data.dataset import Dataset
 from ..data.public import given_images
 from ..data.sources import load as load_data
-from ..engine.crowd import Crowd, Post, Waiting, common_classes, roster
+from ..engine.crowd import Crowd, Post, Waiting
 from ..engine.remote import RemoteFederation
+from ..engine.roster import common_classes, roster, without_misfits
 from ..errors import UserError
-from ..fleet.fleet import Fleet
+from ..fleet import fleet as fleets
 from ..method import Job
 from ..values import write_bytes
 from .execute import Watcher, cadence, drive, make_job
@@ -68,26 +69,27 @@ def serve(
     crowd.public = public
     if old:
         crowd.expected = tuple(old["client_names"])
-        crowd.classes, crowd.shape = classes, shape = tuple(old["classes"]), tuple(old["input"])
+        crowd.classes, crowd.shape = tuple(old["classes"]), tuple(old["input"])
         crowd.shut = frozenset(crowd.expected).difference(names or crowd.expected)  # since the run began
         able = [name for name in crowd.expected if name not in crowd.shut]
         if not able:
             raise UserError(f"{out}: none of its clients has a key any more ({', '.join(crowd.expected[:5])}, ...).")
         crowd.gather(min(start_with or len(able), len(able)), able)
-    else:
-        roster(crowd, names, config.clients, config.make_partition().new_clients, start_with)
-        classes = common_classes(crowd)
-        shape = tuple(next(iter(crowd.members.values())).about["shape"])
-        crowd.classes, crowd.shape = classes, shape
-    known = dict(zip(crowd.expected, old["samples"], strict=True)) if old else {}
 
-    def made(samples: Sequence[int]) -> tuple[Job, Fleet]:
-        job, fleet = make_job(config, crowd.expected, samples, shape, len(classes))
-        return replace(job, public=0 if public is None else len(public)), fleet
+    def made(samples: Sequence[int]) -> Job:
+        job, _ = make_job(config, crowd.expected, samples, crowd.shape, len(classes))  # type: ignore[arg-type]
+        return replace(job, public=0 if public is None else len(public))
 
-    here = {name: member.about["samples"] for name, member in crowd.members.items()}
-    samples = [here.get(name, known.get(name, 0)) for name in crowd.expected]
-    job, fleet = made(samples)
+    plan = (names, config.clients, config.make_partition().new_clients, start_with)
+    count = 0 if old else roster(crowd, *plan)  # a run that has begun goes on without those that are left out
+    classes = crowd.classes or common_classes(crowd)
+    while (job := without_misfits(crowd, old["samples"] if old else [0] * len(crowd.expected), made)) is None:
+        if len(crowd.members) < count:
+            roster(crowd, *plan)
+        classes = crowd.classes or common_classes(crowd)
+    crowd.classes = classes
+    samples = [seat.samples for seat in job.seats]
+    fleet = fleets.make(config.make_fleet(), len(samples), config.seed)
     method.check(job)
     device = torch.device("cpu")  # merging is light, and clients bring their own
     if not old:
@@ -98,7 +100,7 @@ def serve(
         write_facts(out, {**facts, "served": run, "samples": samples, "new_clients": new})
     keep = 2 * cadence(config)[1] + 1  # versions of memories back to the older of two checkpoints
     rules = config.make_fleet()
-    federation = RemoteFederation(job, method, fleet, rules, crowd, classes, waiting, keep, lambda s: made(s)[0])
+    federation = RemoteFederation(job, method, fleet, rules, crowd, classes, waiting, keep, made)
     federation.precision = config.precision
     return drive(federation, config, job, out, device, watch)
 

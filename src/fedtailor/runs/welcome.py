@@ -23,10 +23,18 @@ from .join import job_of, last_state, with_room
 from .serve import public_set, run_name
 
 
-def welcome(folder: Path, post: Post, count: int, profile: str = "", watch: Watcher | None = None) -> list[str]:
+def welcome(
+    folder: Path,
+    post: Post,
+    count: int,
+    profile: str = "",
+    watch: Watcher | None = None,
+    deadline: float = 0,
+) -> list[str]:
     """Takes in so many newcomers, one after another, and returns their names. The run's folder is only read.
 
-    They start from its newest checkpoint: the last round, or, beside a run that goes on, the last that was saved.
+    They start from its newest checkpoint: the last round, or, beside a run that goes on, the last that was saved. One
+    that takes longer than the deadline for a round, or to come back, keeps the next one waiting no more.
     """
     watch = watch or Watcher()
     facts, config, space = read_facts(folder), load_config(folder / "config.toml"), open_space(folder)
@@ -54,7 +62,7 @@ def welcome(folder: Path, post: Post, count: int, profile: str = "", watch: Watc
 
         job = job_for([n for _, n in sizes] + [crowd.members[name].about["samples"]])
         state = with_room(last_state(folder, job, torch.device("cpu"), watch.say), job, method, at)
-        federation = RemoteFederation(job, method, fleet, rules, crowd, classes, Waiting(), 2, job_for)
+        federation = RemoteFederation(job, method, fleet, rules, crowd, classes, Waiting(deadline), 2, job_for)
         rows = federation.take_in(state, [job.seats[at]], "personal", tuning(method))
         scores = ", ".join(f"{row.split} {float(row.value):.4f}" for row in rows if row.metric == "personal_accuracy")
         watch.say(f"{name} has its network: accuracy on {scores}" if scores else f"{name} has not finished")

@@ -16,6 +16,7 @@ from .paths import score_paths
 from .tiers import Bracket, bracket_of
 
 TRIES = 200
+IMAGES = 10**8  # that a client may say it scored on: they are masses of a mean, and no server knows how large a val is
 
 Pool = list[dict[str, Any]]  # scored archs: arch, accuracy, images
 
@@ -68,6 +69,8 @@ def absorbed(pools: Sequence[Pool], replies: Sequence[Reply]) -> list[Pool]:
     for r in replies:
         tier, images = int(r.facts["tier"]), float(r.facts["images"])
         archs, accuracies = r.extra["candidates"].tolist(), r.extra["accuracies"].tolist()
+        if not 0 < images <= IMAGES or not all(0 <= accuracy <= 1 for accuracy in accuracies):
+            raise ValueError(f"it says it scored on {images:g} images, with accuracies {str(accuracies)[:200]}")
         for arch, accuracy in {tuple(a): x for a, x in zip(archs, accuracies, strict=True)}.items():
             found[tier] = noted(found[tier], arch, accuracy, images)
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..engine.client import Client
 from ..engine.jobs import Measured
 from ..errors import UserError
-from ..method import Reply, Task
+from ..method import Reply, Seat, Server, Task
 from ..spaces.base import Arch, Space, Weights
 
 Options = tuple[tuple[int, ...], ...]  # by dimension, the options that may be drawn
@@ -48,9 +48,11 @@ def op_aware(space: Space, weights: Weights, parts: Sequence[tuple[Weights, Sequ
     return weights | merged
 
 
-def merge_paths(space: Space, weights: Weights, replies: Sequence[Reply]) -> Weights:
+def merge_paths(server: Server, replies: Sequence[Reply]) -> Weights:
     """The supernet after a round of paths."""
-    return op_aware(space, weights, [(r.weights, unpack_paths(r.extra)) for r in replies])
+    space, seats = server.space, server.job.seats
+    parts = [(r.weights, unpack_paths(space, r.extra, seats[r.client])) for r in replies]
+    return op_aware(space, server.weights, parts)
 
 
 @torch.no_grad()
@@ -94,9 +96,15 @@ def pack_paths(paths: Sequence[Path]) -> dict[str, Tensor]:
     return {"paths": torch.tensor(archs), "examples": torch.tensor(examples)}
 
 
-def unpack_paths(extra: dict[str, Tensor]) -> list[Path]:
-    archs, examples = extra["paths"].tolist(), extra["examples"].tolist()
-    return [(tuple(arch), seen) for arch, seen in zip(archs, examples, strict=True)]
+def unpack_paths(space: Space, extra: dict[str, Tensor], client: Seat) -> list[Path]:
+    """A client's paths, no more of them than it took steps. Their examples are masses of a mean: none is below one."""
+    archs, examples = extra["paths"], extra["examples"]
+    steps = client.images // min(client.batch, client.samples)
+    if archs.shape != (len(examples), len(space.dimensions)) or examples.ndim != 1 or len(examples) > steps:
+        raise ValueError(f"{tuple(archs.shape)} paths and {tuple(examples.shape)} examples of {steps} steps")
+    if not bool((examples >= 1).all()) or float(examples.double().sum()) > client.images:
+        raise ValueError(f"its paths saw other numbers of examples than {client.images} images allow")
+    return [(space.check(arch), seen) for arch, seen in zip(archs.tolist(), examples.tolist(), strict=True)]
 
 
 def pack_options(space: Space, options: Options) -> Tensor:
