@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -14,6 +14,7 @@ from torch import nn
 from ..spaces.base import Arch, Space
 from ..spaces.measure import drop_gradients
 from .jobs import Loop
+from .local import Cannot
 from .loops import LoopSlot, Recurring
 from .replay import FitSlot, Lane, Step
 
@@ -91,6 +92,20 @@ class Slots:
     def captured(self, key: Step, lane: Lane) -> FitSlot:
         """A new step with a network of its own."""
         return self._fit(key, self.make(key.space, key.arch), lane)
+
+    def missing(self, patterns: Iterable[Step], archs: Counter[Arch], busy: Counter[Step]) -> Iterator[Step]:
+        """What free and busy steps are short of where so many clients have these archs."""
+        for arch, wanted in archs.items():
+            for key in (pattern._replace(arch=arch) for pattern in patterns):
+                for _ in range(wanted - busy[key] - len(self.free.get(key, ()))):
+                    yield key
+
+    def capture_ahead(self, key: Step, lane: Lane) -> bool:
+        """Gets a step ready, if it can be; if not, whoever wants it captures their own."""
+        with contextlib.suppress(Cannot, torch.OutOfMemoryError):
+            self.keep(self.captured(key, lane))
+            return True
+        return False
 
     def _fit(self, key: Step, net: nn.Module, lane: Lane) -> FitSlot:
         """A capture can have nothing that torch holds unused: where it finds no room, that is given back first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from .jobs import Fit, Job, Loop, Recipe
 from .local import Cannot
@@ -81,3 +82,10 @@ class Starter:
         """What keeps steps of a kind from being captured, if that is certain."""
         why = self._refused.get(kind, [])
         return why[-1] if len(why) >= TRIES else ""
+
+
+def wake_libraries(device: torch.device) -> None:
+    """Makes the convolution and matrix libraries' handles of the threads that capture a step; a capture cannot."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 2)).to(device)
+    net(torch.zeros(2, 3, 8, 8, device=device)).sum().backward()
+    torch.cuda.synchronize(device)
