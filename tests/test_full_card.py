@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from fedtailor.engine import replay
 from fedtailor.engine.replay import FitSlot, Replay
+from fedtailor.runs.execute import prepare
+from pretend_cuda import pretend
 from test_captures import Party
+from test_sweep import config_of
 
 
 @pytest.fixture
@@ -69,3 +73,31 @@ def test_a_client_for_whom_an_empty_card_is_too_small_ends_the_run(
     monkeypatch.setattr(FitSlot, "start", start)
     with pytest.raises(RuntimeError, match="client 0: the GPU's memory is too small for one client"):
         party.train(2)
+
+
+def test_a_round_finds_the_steps_of_the_round_before_after_memory_was_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedtailor.engine.stack.FEWEST", 99)
+    monkeypatch.setattr(replay, "BUFFER", 1)
+    changes = {"clients": 6, "participants": 6, "local__epochs": 2.0, "rounds": 6, "precision": "fp32"}
+    federation, _ = prepare(config_of("ditto", "", **changes)).federation(pretend(monkeypatch), 1, say=lambda _: None)
+    captures, refusals, real, fill_ = [0], [0], Replay.capture, Replay._fill
+
+    def capture(slot: Replay, step: Any) -> None:
+        captures[0] += 1
+        real(slot, step)
+
+    def fill(slot: Replay) -> None:
+        if refusals[0] and slot.done:
+            refusals[0] -= 1
+            raise torch.OutOfMemoryError
+        fill_(slot)
+
+    monkeypatch.setattr(Replay, "capture", capture)
+    monkeypatch.setattr(Replay, "_fill", fill)
+    seen: list[int] = []
+    for _ in federation.rounds(federation.begin(), lambda event: None):
+        seen.append(captures[0])
+        captures[0], refusals[0] = 0, 2 if len(seen) == 2 else 0
+    assert seen[0] == 12  # a client's copy of the global network, and its own network
+    assert 0 < seen[2] < 12
+    assert seen[3:] == [0, 0, 0]

@@ -39,6 +39,8 @@ class Slots:
         self.loops: OrderedDict[Recurring, list[LoopSlot]] = OrderedDict()
         self._networks: OrderedDict[Kind, list[nn.Module]] = OrderedDict()  # free ones that have no captured step
         self._given: dict[nn.Module, Kind] = {}  # such ones that clients hold
+        self._used = WeakSet[FitSlot]()  # in this round
+        self._needed = 0  # the most that were used in one round
         self._held: dict[int, list[nn.Module]] = {}  # all that clients hold, by the work's number
 
     def __len__(self) -> int:
@@ -73,6 +75,13 @@ class Slots:
         return net
 
     def slot(self, key: Step, net: nn.Module, taken: set[Lane], own: int) -> FitSlot:
+        """A captured step, for a job."""
+        slot = self._slot(key, net, taken, own)
+        self._used.add(slot)
+        self._needed = max(self._needed, len(self._used))
+        return slot
+
+    def _slot(self, key: Step, net: nn.Module, taken: set[Lane], own: int) -> FitSlot:
         """A captured step: the one that has the client's own network, a free one, or a new one.
 
         At most so many clients have steps with their `own` network, the others' weights are copied. Two that share a
@@ -158,6 +167,7 @@ class Slots:
     def recycle(self) -> None:
         """Takes everything back, and drops what was used longest ago."""
         self.turn = NOBODY
+        self._used.clear()
         for number in list(self._held):
             self.take_back(number)
         if _count(self.free) > self.most or _count(self.loops) > len(self.lanes):
@@ -171,16 +181,20 @@ class Slots:
         """Lets go of so many captured fits, of those unused for longest."""
         for _ in range(many):
             key, slots = next((key, slots) for key, slots in self.free.items() if slots)
-            slots.pop(0)
+            self._used.discard(slots.pop(0))
             if not slots:
                 del self.free[key]
 
     def keep_less(self) -> bool:
-        """Lets go of free networks and of half of the captured fits, and keeps no more of these; False: of nothing."""
+        """Lets go of free networks and of half of the captured fits; False: of nothing.
+
+        No more fits are kept from now on, unless one round needs more: they would all be captured anew each time.
+        """
         fits, networks = _count(self.free), len(self._networks)
-        if fits:
-            self.most = min(self.most, len(self.lent) + fits // 2)
         self._drop(fits - fits // 2)
+        if fits:
+            free = {slot for kept in self.free.values() for slot in kept}
+            self.most = min(self.most, max(self._needed, len(free.union(self.lent.values(), self._used))))
         self._networks.clear()
         return fits + networks > 0
 
@@ -189,6 +203,7 @@ class Slots:
         self.free.clear()
         self._given |= {net: slot.key[:2] for net, slot in self.lent.items()}
         self.lent.clear()
+        self._used.clear()
         for slot in (slot for kept in self.loops.values() for slot in kept):
             slot.release()
         self.loops.clear()
