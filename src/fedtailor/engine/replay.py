@@ -73,8 +73,8 @@ class Lane:
     def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """What happens inside on the stream is recorded, with matrix workspaces of its own: lanes run side by side."""
         torch._C._cuda_clearCublasWorkspaces()
-        before, _ = held(self.stream.device)
-        graph.capture_begin(self._keeper.pool(), capture_error_mode="thread_local")
+        (before, _), kept = held(self.stream.device), self._keeper
+        graph.capture_begin(kept.pool(), capture_error_mode="thread_local")
         try:
             yield
             graph.capture_end()
@@ -84,18 +84,26 @@ class Lane:
         except BaseException:  # somebody stops the run, which has yet to be saved: no capture may be left open
             self._abandon(graph)
             raise
-        self.held += held(self.stream.device)[0] - before
+        finally:
+            if self._keeper is kept:
+                self.held += max(0, held(self.stream.device)[0] - before)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Ends a capture that an error has made void; that error is the one to report."""
+        """Ends a capture that an error has broken off; that error is the one to report.
+
+        One that found no room, or that somebody stopped, is whole as far as it went: what it took is the lane's, for
+        the next one. A void one's memory goes with the last step that has some of it.
+        """
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
+            return
         # torch before 2.13 would take it for under way and free no memory ever again; before 2.8 this has another name
         with contextlib.suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(self.stream.device_index, self._keeper.pool())
-        generator = torch.cuda.default_generators[self.stream.device_index]
-        generator.graphsafe_set_state(generator.clone_state())  # it would believe for ever that it is being captured
-        self._keeper = keeper(self.stream)  # and so would torch of the memory
+            pool = self.stream.device_index, self._keeper.pool()
+            torch._C._cuda_endAllocateToPool(*pool)  # refused where the capture's end came that far
+            torch._C._cuda_releasePool(*pool)  # a graph does so itself only if its capture came to its end
+        # the generator too would believe that it is being captured; a capture that ends, as the keeper's, tells it
+        self._keeper = keeper(self.stream)
 
 
 def keeper(stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -349,9 +357,9 @@ class Forwards:
 
 def refusal(error: Exception) -> Exception:
     """What an error during a capture means: the card is full, or the step cannot be captured."""
-    if "out of memory" in str(error):
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
         return torch.OutOfMemoryError(str(error))
-    return Cannot(str(error).splitlines()[0])
+    return Cannot((str(error) or type(error).__name__).splitlines()[0])
 
 
 def start_state(optimiser: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
