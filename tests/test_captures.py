@@ -282,7 +282,7 @@ def refusing(why: Iterator[Exception], tried: list[Any]) -> Callable[..., None]:
     return capture
 
 
-@pytest.mark.parametrize(("error", "tries"), [(Cannot("reads a value"), 2), (torch.OutOfMemoryError("full"), 6)])
+@pytest.mark.parametrize(("error", "tries"), [(Cannot("reads a value"), 2), (torch.OutOfMemoryError("full"), 12)])
 def test_a_recipe_that_cannot_be_captured_is_not_tried_for_ever(
     error: Exception, tries: int, party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:

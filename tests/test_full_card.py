@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fedtailor.engine import replay
-from fedtailor.engine.replay import FitSlot, Replay
+from fedtailor.engine.local import Cannot
+from fedtailor.engine.replay import FitSlot, Forwards, Replay
 from fedtailor.runs.execute import prepare
-from pretend_cuda import pretend
+from pretend_cuda import Graph, pretend
 from test_captures import Party
 from test_sweep import config_of
 
@@ -101,3 +103,85 @@ def test_a_round_finds_the_steps_of_the_round_before_after_memory_was_full(monke
     assert seen[0] == 12  # a client's copy of the global network, and its own network
     assert 0 < seen[2] < 12
     assert seen[3:] == [0, 0, 0]
+
+
+class Accumulating:
+    """A step that adds to the gradients that it finds; the weights follow them."""
+
+    def __init__(self, net: Any) -> None:
+        self.parameters = list(net.parameters())
+        self.net = net
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for p in self.parameters:
+                p.sub_(0.01 * p.grad)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("error", [Cannot("reads a value"), torch.OutOfMemoryError("full")])
+def test_gradients_of_a_capture_that_failed_are_not_added_to(
+    error: Exception, party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Tensor] = []
+
+    async def work() -> None:
+        client = party.client(0)
+        net = client.build(party.task)
+        await client.loop(Accumulating(net).step, (net,), steps=3)
+        found.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+
+    def capture(slot: Any, step: Any) -> None:
+        slot.graph = Graph()
+        for p in slot.nets[0].parameters():
+            p.grad = torch.full_like(p, 1e6)  # of memory that nothing was written to
+        raise error
+
+    party.engine.run([("one", work())])
+    monkeypatch.setattr(Replay, "capture", capture)
+    party.engine.run([("one", work())])
+    assert torch.equal(*found)
+
+
+def test_captures_of_own_steps_and_passes_find_room_when_torch_holds_nothing_unused(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unused, tried, stepped, real = [True], list[Any](), [0], Replay.capture
+
+    def capture(slot: Any, step: Any) -> None:
+        tried.append(slot)
+        if unused[0]:
+            slot.graph = Graph()
+            raise torch.OutOfMemoryError
+        real(slot, step)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        stepped[0] += 1
+        return x.mean()
+
+    async def work() -> None:
+        client = party.client(0)
+        await client.loop(step, (client.build(party.task),), steps=5)
+
+    monkeypatch.setattr(Replay, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: unused.__setitem__(0, False))
+    party.engine.run([("one", work())])
+    assert len(tried) == 2
+    assert stepped[0] == 5
+    assert not any("step by step" in text for text in party.said)
+
+
+def test_a_pass_that_finds_no_room_is_tried_twice(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def refuse(*_: Any) -> Any:
+        tried.append(1)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(replay, "Forward", refuse)
+    forwards, net = Forwards(party.engine.slots.lanes[0]), nn.Linear(3, 2)
+    for _ in range(5):
+        assert forwards(net, torch.ones(4, 3), lambda: True).shape == (4, 2)
+    assert len(tried) == 2

@@ -13,13 +13,15 @@ from ..spaces.layers import seed_dropout
 from ..spaces.measure import let_learn, tensors_of
 from .jobs import Loop, Made, Recipe
 from .local import Cannot, lowered
-from .replay import Lane, Replay, ahead, drawn, on
+from .replay import Lane, Replay, ahead, drawn, on, with_all_there_is
 
 FULL = "the GPU's memory is full"  # an obstacle that need not be there the next time
 
 
 class OwnStep(Replay):
     """A method's own step: the first one is run, the rest replayed."""
+
+    nets: tuple[nn.Module, ...]
 
     def _begin(self, own: Callable[..., Tensor], obstacle: str = "") -> None:
         """Runs the first step and captures the others, unless there is a known obstacle."""
@@ -34,14 +36,19 @@ class OwnStep(Replay):
             self.counter += 1
         self.done = 1
         self.step, self.obstacle = step, obstacle if self.left else "one step"
-        if not self.obstacle:
-            try:
-                self.capture(step)
-            except Cannot as reason:
-                self.obstacle = str(reason)
-            except torch.OutOfMemoryError:  # the first step is done and cannot be done again
-                self.obstacle = FULL
-                del self.graph
+        if self.obstacle:
+            return
+        gradients = [(p, p.grad) for net in self.nets for p in net.parameters()]
+        try:
+            with_all_there_is(lambda: self.capture(step))
+            return
+        except Cannot as reason:
+            self.obstacle = str(reason)
+        except torch.OutOfMemoryError:  # the first step is done and cannot be done again
+            self.obstacle = FULL
+            del self.graph
+        for parameter, gradient in gradients:  # those of the capture were never computed
+            parameter.grad = gradient
 
     def launch(self) -> None:
         if self.obstacle:

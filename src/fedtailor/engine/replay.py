@@ -12,7 +12,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from .steps import objective, pull_, push_
 if TYPE_CHECKING:
     from ..config import Local
 
+T = TypeVar("T")
 CHUNK = 128  # the most steps whose batches are prepared at once
 BUFFER = 128 << 20  # bytes that these may take
 Draw = Callable[[int, int], tuple[Tensor, Tensor]]  # the batches from a step on, of so many steps
@@ -346,13 +347,19 @@ class Forwards:
         size = len(images)
         if size in self._by_size and self._by_size[size] is None and not self._refused and room():
             try:
-                self._by_size[size] = Forward(net, images, self.lane)
-            except Cannot:  # nor will it be possible the next time
+                self._by_size[size] = with_all_there_is(lambda: Forward(net, images, self.lane))
+            except (Cannot, torch.OutOfMemoryError):  # nor will it be possible the next time
                 self._refused = True
-            except torch.OutOfMemoryError:
-                pass
         forward = self._by_size.setdefault(size, None)
         return net(images) if forward is None else forward(images)
+
+
+def with_all_there_is(capture: Callable[[], T]) -> T:
+    """A capture can have nothing that torch holds unused: where it finds no room, that is given back first."""
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return capture()
+    torch.cuda.empty_cache()
+    return capture()
 
 
 def refusal(error: Exception) -> Exception:

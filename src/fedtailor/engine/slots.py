@@ -16,7 +16,7 @@ from ..spaces.measure import drop_gradients
 from .jobs import Loop
 from .local import Cannot
 from .loops import LoopSlot, Recurring
-from .replay import FitSlot, Lane, Step
+from .replay import FitSlot, Lane, Step, with_all_there_is
 
 Kind = tuple[Space, Arch]
 NOBODY = -1  # asks before any work has begun; what is given then is taken back when all of it is over
@@ -117,11 +117,7 @@ class Slots:
         return False
 
     def _fit(self, key: Step, net: nn.Module, lane: Lane) -> FitSlot:
-        """A capture can have nothing that torch holds unused: where it finds no room, that is given back first."""
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return FitSlot(key, net, lane, self.precision)
-        torch.cuda.empty_cache()
-        return FitSlot(key, net, lane, self.precision)
+        return with_all_there_is(lambda: FitSlot(key, net, lane, self.precision))
 
     def idle(self, taken: set[Lane]) -> Lane:
         """A lane that is not taken and, if there is one, that no client's own step will want."""
