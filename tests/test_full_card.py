@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from fedtailor.engine import replay
 from fedtailor.engine.local import Cannot
 from fedtailor.engine.replay import FitSlot, Forwards, Replay
+from fedtailor.engine.steps import Estimate
+from fedtailor.errors import UserError
 from fedtailor.runs.execute import prepare
 from pretend_cuda import Graph, pretend
 from test_captures import Party
@@ -185,3 +187,72 @@ def test_a_pass_that_finds_no_room_is_tried_twice(party: Party, monkeypatch: pyt
     for _ in range(5):
         assert forwards(net, torch.ones(4, 3), lambda: True).shape == (4, 2)
     assert len(tried) == 2
+
+
+@pytest.mark.parametrize("words", ["CUDA out of memory.", "CUDA error: out of memory"])
+def test_a_first_step_that_was_broken_off_is_not_begun_again(
+    words: str, party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its networks are the client's own: what is half changed would be changed once more."""
+    halved = [0]
+
+    async def work() -> None:
+        client = party.client(0)
+        net = client.build(party.task)
+        weights = list(net.parameters())
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            halved[0] += 1
+            with torch.no_grad():
+                torch._foreach_mul_(weights, 0.5)
+            raise (torch.OutOfMemoryError if words.startswith("CUDA out") else RuntimeError)(words)
+
+        await client.loop(step, (net,), steps=3)
+
+    party.train(2)  # there are steps that could be let go of
+    with pytest.raises(UserError, match="one: the GPU's memory is full, half way"):
+        party.engine.run([("one", work())])
+    assert halved == [1]
+
+
+def test_statistics_whose_first_pass_was_broken_off_are_estimated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedtailor.engine.stack.FEWEST", 99)
+    real, calls = Estimate.step, iter(range(99))
+    party = Party(monkeypatch, clients=2, participants=2, net__norm="batch", local__bn="recalibrate")
+
+    def step(self: Estimate, images: Tensor, labels: Tensor) -> Tensor:
+        found = real(self, images, labels)
+        if next(calls) in broken:
+            raise torch.OutOfMemoryError
+        return found
+
+    def close(self: Estimate) -> None:
+        closed(self)
+        means.append(torch.cat(self.running))
+
+    closed, means, broken = Estimate.close, list[Tensor](), set[int]()
+    monkeypatch.setattr(Estimate, "step", step)
+    monkeypatch.setattr(Estimate, "close", close)
+    party.train(2)
+    calls, broken = iter(range(99)), {0}
+    party.train(2)
+    assert next(calls) > 3
+    assert len(means) == 4
+    assert torch.equal(means[0], means[2])
+    assert torch.equal(means[1], means[3])
+
+
+def test_a_launch_for_which_the_driver_has_no_room_is_tried_again(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, real, refused = party.train(3), Replay.launch, [0]
+
+    def launch(slot: Replay) -> None:
+        if slot.done == 1 and not refused[0]:
+            refused[0] += 1
+            raise RuntimeError("CUDA error: out of memory")
+        real(slot)
+
+    monkeypatch.setattr(FitSlot, "launch", launch)
+    assert party.train(3) == expected
+    assert refused == [1]

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost
-from .jobs import Fit, Loop, Recalibrate, Score, Waiting
-from .local import LocalEngine, Memory
+from .jobs import Fit, Job, Loop, Recalibrate, Score, Waiting
+from .local import LocalEngine, Memory, is_full
 from .loops import LoopSlot, OwnStep
 from .outfit import fit_out
 from .passes import Passes
@@ -214,7 +214,7 @@ class CudaEngine(LocalEngine):
         jobs = [(number, label, job) for number, label, job in batch if isinstance(job, Recalibrate)]
         estimates = [Estimate(job.net) for _, _, job in jobs]
         try:
-            loops = [Loop(e.step, (job.stream,), job.batches) for e, (_, _, job) in zip(estimates, jobs, strict=True)]
+            loops = [e.loop(job) for e, (_, _, job) in zip(estimates, jobs, strict=True)]
             return self._train([(number, label, loop) for (number, label, _), loop in zip(jobs, loops, strict=True)])
         finally:
             for estimate in estimates:
@@ -300,7 +300,7 @@ class CudaEngine(LocalEngine):
         steps = torch.tensor([replay.steps for replay in replays]).to(self.device, non_blocking=True)
         return self._late(batch, torch.stack([replay.total for replay in replays]).double() / steps)
 
-    def _started(self, label: str, job: Fit | Loop, taken: set[Lane]) -> tuple[Replay, bool]:
+    def _started(self, label: str, job: Job, taken: set[Lane]) -> tuple[Replay, bool]:
         """A job's steps. Where there is no room for them, whatever is kept goes before a client has to wait."""
 
         def start() -> tuple[Replay, bool]:
@@ -357,8 +357,8 @@ class CudaEngine(LocalEngine):
                 try:
                     replay.replay(steps)
                     break
-                except torch.OutOfMemoryError:  # for the next batches: a captured step itself asks for nothing
-                    if (isinstance(replay, OwnStep) and replay.obstacle) or not self._keep_less():
+                except RuntimeError as error:  # for the next batches: a captured step itself asks at most the driver
+                    if (isinstance(replay, OwnStep) and replay.obstacle) or not (is_full(error) and self._keep_less()):
                         raise
 
     def _next(self, new: set[Step], replays: Sequence[Replay]) -> Iterator[Step]:

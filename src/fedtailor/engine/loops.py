@@ -8,13 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import UserError
 from ..spaces.base import Arch, Space
 from ..spaces.layers import seed_dropout
 from ..spaces.measure import let_learn, tensors_of
 from .jobs import Loop, Made, Recipe
-from .local import Cannot, lowered
+from .local import Cannot, is_full, lowered
 from .replay import Lane, Replay, ahead, drawn, on, with_all_there_is
 
+HALF_WAY = (
+    "the GPU's memory is full, half way through a step that cannot be begun again. Resume the run, which then has "
+    "the whole card; if that does not help, try a smaller local.batch."
+)
 FULL = "the GPU's memory is full"  # an obstacle that need not be there the next time
 
 
@@ -76,7 +81,16 @@ class LoopReplay(OwnStep):
             net.train()
             seed_dropout(net, job.seed)
         self.start([drawn(stream, job.steps) for stream in job.streams], job.steps)
-        self._begin(own, obstacle)
+        try:
+            self._begin(own, obstacle)
+        except Exception as error:
+            if not is_full(error):
+                raise
+            if job.undo is None:  # the networks are the client's own, and half changed
+                raise UserError(HALF_WAY) from error
+            with on(self.stream):
+                job.undo()
+            raise torch.OutOfMemoryError(str(error)) from error
 
     def finish(self) -> None:
         for net in self.nets:
