@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedtailor.engine import replay
+from fedtailor.engine import client as client_room
+from fedtailor.engine import replay, shelf
 from fedtailor.engine.local import Cannot
 from fedtailor.engine.replay import FitSlot, Forwards, Replay
 from fedtailor.engine.steps import Estimate
 from fedtailor.errors import UserError
 from fedtailor.runs.execute import prepare
-from pretend_cuda import Graph, pretend
+from pretend_cuda import Graph, Stream, pretend
 from test_captures import Party
 from test_sweep import config_of
 
@@ -256,3 +257,78 @@ def test_a_launch_for_which_the_driver_has_no_room_is_tried_again(
     monkeypatch.setattr(FitSlot, "launch", launch)
     assert party.train(3) == expected
     assert refused == [1]
+
+
+def test_an_own_step_that_cannot_be_captured_is_not_tried_for_ever(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+
+    def capture(slot: Any, step: Any) -> None:
+        tried.append(slot)
+        slot.graph = Graph()
+        raise Cannot("reads a value")
+
+    async def work(i: int) -> None:
+        client = party.client(i)
+        net = client.build(party.task)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            return x.mean()
+
+        def loss(net: Any, x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(net(x), y)
+
+        await client.loop(step, (net,), steps=4)
+        await client.fit(net, loss=loss, steps=4)
+
+    monkeypatch.setattr(Replay, "capture", capture)
+    for _ in range(3):
+        party.engine.run((f"client {i}", work(i)) for i in range(4))
+    assert len(tried) == 4  # two for each
+    assert sum("step by step" in text for text in party.said) == 1
+
+
+def test_what_clients_take_and_fetch_has_the_room_of_kept_steps(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = party.engine.slots.free
+
+    def tight(real: Any) -> Any:
+        def wrapper(*args: Any) -> Any:
+            if sum(map(len, free.values())) > most[0]:
+                raise torch.OutOfMemoryError("full")
+            return real(*args)
+
+        return wrapper
+
+    async def work() -> Any:
+        client = party.federation.client(party.federation.job.seats[0], {"here": torch.ones(2)}, 1)
+        net = client.build(party.task)
+        taken = client.take(net)
+        most[0] = 1
+        assert client.copy(net).keys() >= taken.keys()
+        most[0] = 0
+        return client.memory["here"]
+
+    most = [99]
+    party.train(8)
+    monkeypatch.setattr(client_room, "copies", tight(client_room.copies))
+    monkeypatch.setattr(shelf, "on_device", tight(shelf.on_device))
+    monkeypatch.setattr(shelf, "_away", lambda memory: True)
+    most = [3]
+    party.engine.expect({0: {"here": torch.ones(2)}})  # which is only ahead of its time
+    assert sum(map(len, free.values())) == 8
+    assert torch.equal(party.engine.run([("one", work())])[0], torch.ones(2))
+    assert not sum(map(len, free.values()))
+
+
+def test_the_shelf_copies_on_no_lane(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has 32 streams of a kind, which it hands out in turn."""
+    asked: list[dict[str, Any]] = []
+
+    class Asked(Stream):
+        def __init__(self, *_: Any, **how: Any) -> None:
+            asked.append(how)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Asked)
+    shelf.Shelf(party.engine.device, 0)
+    assert asked == [{"priority": -1}]

@@ -104,7 +104,7 @@ class CudaEngine(LocalEngine):
     # memories ---------------------------------------------------------------------------------------------------
 
     def fetch(self, client: int, memory: Memory) -> Memory:
-        return self.shelf.get(client, memory)
+        return self.in_room(lambda: self.shelf.get(client, memory))
 
     def expect(self, memories: Mapping[int, Memory]) -> None:
         self.shelf.expect(memories)
