@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from conftest import needs_gpu
 from fedtailor.config import Local
-from fedtailor.engine.cuda import _wake_libraries
 from fedtailor.engine.local import ready
 from fedtailor.engine.outfit import fit_out
 from fedtailor.engine.replay import FitSlot, Lane, Step
+from fedtailor.engine.starting import wake_libraries
 from fedtailor.engine.steps import pull_, push_
 from fedtailor.kernels import update as update_room
 from fedtailor.kernels.compiling import plain
@@ -221,7 +221,7 @@ class Trained:
     """A captured step of a network, on batches and with an anchor that depend on nothing."""
 
     def __init__(self, device: str, name: str, precision: str, local: Local, train: tuple[str, ...] | None) -> None:
-        _wake_libraries(torch.device(device))
+        wake_libraries(torch.device(device))
         torch.manual_seed(0)
         space = lookup("net", name)((3, 16, 16), 4)
         net = ready(space.build(())).to(device)

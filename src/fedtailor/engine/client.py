@@ -110,7 +110,8 @@ class Client:
 
     def take(self, net: nn.Module, only: Callable[[str], bool] | None = None) -> Weights:
         """A copy of the network's tensors, to send or to keep. Statistics leave only under the `average` policy."""
-        found = copies({n: t for n, t in tensors_of(net).items() if only is None or only(n)})
+        wanted = {n: t for n, t in tensors_of(net).items() if only is None or only(n)}
+        found = self._engine.in_room(lambda: copies(wanted))
         statistics = {n: t for n, t in found.items() if n.endswith(STATISTICS)}
         if self.local.bn == "average" or not statistics:
             return found
@@ -120,7 +121,7 @@ class Client:
 
     def copy(self, net: nn.Module) -> Weights:
         """A copy of all of the network's tensors, statistics too: for the client's own memory, never to be sent."""
-        return copies(tensors_of(net))
+        return self._engine.in_room(lambda: copies(tensors_of(net)))
 
     @property
     def initial(self) -> Weights:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost
-from .jobs import Fit, Loop, Recalibrate, Score, Waiting
-from .local import Cannot, LocalEngine, Memory
+from .jobs import Fit, Job, Loop, Recalibrate, Score, Waiting
+from .local import LocalEngine, Memory, is_full
 from .loops import LoopSlot, OwnStep
 from .outfit import fit_out
 from .passes import Passes
@@ -32,7 +32,7 @@ from .room import Room
 from .shelf import Shelf
 from .slots import Slots
 from .stack import Stacks, equals
-from .starting import Starter
+from .starting import Starter, wake_libraries
 from .steps import Estimate
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
@@ -72,7 +72,7 @@ class CudaEngine(LocalEngine):
         self._losses: list[tuple[str, Tensor]] = []  # by label, that nobody has looked at
         self._scores: dict[int, tuple[Tensor, torch.cuda.Stream]] = {}  # begun, by the number of the work that waits
         self._say, self._told = say, set[str]()
-        _wake_libraries(device)
+        wake_libraries(device)
 
     def plan(self, largest: Cost, batch: int, clients: int) -> None:
         """Says what the card will hold, and lowers what is under way at once where that would not fit."""
@@ -88,9 +88,12 @@ class CudaEngine(LocalEngine):
     # networks ---------------------------------------------------------------------------------------------------
 
     def network(self, space: Space, arch: Arch) -> nn.Module:
+        return self.in_room(lambda: self.slots.network(space, arch))
+
+    def in_room(self, make: Callable[[], T]) -> T:
         while True:
             try:
-                return self.slots.network(space, arch)
+                return make()
             except torch.OutOfMemoryError:  # nobody could go on with a client that was refused a network
                 if not self._keep_less():
                     raise
@@ -101,7 +104,7 @@ class CudaEngine(LocalEngine):
     # memories ---------------------------------------------------------------------------------------------------
 
     def fetch(self, client: int, memory: Memory) -> Memory:
-        return self.shelf.get(client, memory)
+        return self.in_room(lambda: self.shelf.get(client, memory))
 
     def expect(self, memories: Mapping[int, Memory]) -> None:
         self.shelf.expect(memories)
@@ -211,7 +214,7 @@ class CudaEngine(LocalEngine):
         jobs = [(number, label, job) for number, label, job in batch if isinstance(job, Recalibrate)]
         estimates = [Estimate(job.net) for _, _, job in jobs]
         try:
-            loops = [Loop(e.step, (job.stream,), job.batches) for e, (_, _, job) in zip(estimates, jobs, strict=True)]
+            loops = [e.loop(job) for e, (_, _, job) in zip(estimates, jobs, strict=True)]
             return self._train([(number, label, loop) for (number, label, _), loop in zip(jobs, loops, strict=True)])
         finally:
             for estimate in estimates:
@@ -225,8 +228,10 @@ class CudaEngine(LocalEngine):
         for group in equals(batch):
             answers |= self._train_stack(group)
         batch = [w for w in batch if w[0] not in answers]
+        ran = 0  # side by side
         while batch:
-            answers |= self._train_part(batch[: self.at_once])
+            part = self._train_part(batch[: self.at_once], ran)
+            ran, answers = max(ran, len(part)), answers | part
             batch = [w for w in batch if w[0] not in answers]
         return answers
 
@@ -247,8 +252,8 @@ class CudaEngine(LocalEngine):
             torch.cuda.current_stream(self.device).wait_stream(stack.stream)
         return self._late(group, stack.total.double() / stack.steps)
 
-    def _train_part(self, batch: list[Waiting]) -> dict[int, Tensor]:
-        """Trains as many of these as there is memory for, at least one."""
+    def _train_part(self, batch: list[Waiting], ran: int) -> dict[int, Tensor]:
+        """Trains as many of these as there is memory for, at least one; so many ran side by side a moment ago."""
         here = torch.cuda.current_stream(self.device)
         replays: list[Replay] = []
         new: set[Step] = set()  # steps used for the first time
@@ -258,10 +263,10 @@ class CudaEngine(LocalEngine):
             if replays and before < SLACK * most:
                 break
             try:
-                with self._named(label):
-                    replay, fresh = self._starter.start(label, job, {replay.lane for replay in replays}, self.at_once)
-            except torch.OutOfMemoryError as error:  # nothing of this client has run yet
-                self._make_room(len(replays), label, error)
+                replay, fresh = self._started(label, job, {replay.lane for replay in replays})
+            except torch.OutOfMemoryError as error:  # though nothing was kept: these are as many as fit
+                self.forget()
+                self._make_room(max(ran, len(replays)) if replays else 0, label, error)
                 self.crowd = self._under_way
                 self.at_once = min(self.at_once, self.crowd)
                 break
@@ -273,7 +278,7 @@ class CudaEngine(LocalEngine):
         if not replays:
             return {}
         for key, lane in zip(self._next(new, replays), cycle(self.slots.lanes[: self.at_once]), strict=False):
-            if self._free() < SLACK * most or not self._captured_ahead(key, lane):
+            if self._free() < SLACK * most or not self.slots.capture_ahead(key, lane):
                 break
             self._queue(replays, -(-AHEAD // len(replays)))
         while any(replay.left for replay in replays):
@@ -294,6 +299,18 @@ class CudaEngine(LocalEngine):
                 replay.release()
         steps = torch.tensor([replay.steps for replay in replays]).to(self.device, non_blocking=True)
         return self._late(batch, torch.stack([replay.total for replay in replays]).double() / steps)
+
+    def _started(self, label: str, job: Job, taken: set[Lane]) -> tuple[Replay, bool]:
+        """A job's steps. Where there is no room for them, whatever is kept goes before a client has to wait."""
+
+        def start() -> tuple[Replay, bool]:
+            with self._named(label):
+                return self._starter.start(label, job, taken, self.at_once)
+
+        with contextlib.suppress(torch.OutOfMemoryError):  # nothing of this client has run yet
+            return self.in_room(start)
+        self.forget()
+        return start()
 
     def _late(self, batch: Sequence[Waiting], losses: Tensor) -> dict[int, Tensor]:
         """Losses as answers that nobody waits for. The card goes on; whoever needs a number reads it."""
@@ -340,8 +357,8 @@ class CudaEngine(LocalEngine):
                 try:
                     replay.replay(steps)
                     break
-                except torch.OutOfMemoryError:  # for the next batches: a captured step itself asks for nothing
-                    if (isinstance(replay, OwnStep) and replay.obstacle) or not self._keep_less():
+                except RuntimeError as error:  # for the next batches: a captured step itself asks at most the driver
+                    if (isinstance(replay, OwnStep) and replay.obstacle) or not (is_full(error) and self._keep_less()):
                         raise
 
     def _next(self, new: set[Step], replays: Sequence[Replay]) -> Iterator[Step]:
@@ -357,17 +374,7 @@ class CudaEngine(LocalEngine):
         with contextlib.suppress(torch.OutOfMemoryError):  # then nothing is got ready
             archs.update(filter(None, foresee()))
         busy = Counter(replay.key for replay in replays if isinstance(replay, FitSlot))
-        for arch, wanted in archs.items():
-            for key in (pattern._replace(arch=arch) for pattern in patterns):
-                for _ in range(wanted - busy[key] - len(self.slots.free.get(key, ()))):
-                    yield key
-
-    def _captured_ahead(self, key: Step, lane: Lane) -> bool:
-        """Gets a step ready, if it can be; if not, the next round captures its own."""
-        with contextlib.suppress(Cannot, torch.OutOfMemoryError):
-            self.slots.keep(self.slots.captured(key, lane))
-            return True
-        return False
+        yield from self.slots.missing(patterns, archs, busy)
 
     # scoring ----------------------------------------------------------------------------------------------------
 
@@ -391,10 +398,3 @@ class CudaEngine(LocalEngine):
         if kind not in self._told:
             self._told.add(kind)
             self._say(text)
-
-
-def _wake_libraries(device: torch.device) -> None:
-    """Makes the convolution and matrix libraries' handles of the threads that capture a step; a capture cannot."""
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 2)).to(device)
-    net(torch.zeros(2, 3, 8, 8, device=device)).sum().backward()
-    torch.cuda.synchronize(device)

@@ -82,6 +82,7 @@ class Loop(Job):
     nets: tuple[nn.Module, ...] = field(default=())  # put into training mode, dropout seeded
     seed: int = 0
     values: tuple[Value, ...] = ()  # for a recipe
+    undo: Callable[[], None] | None = None  # makes up for a first step that was broken off; None: nobody can
 
     def made(self) -> Callable[..., Tensor]:
         return self.step.make(self.nets, self.values).step if isinstance(self.step, Recipe) else self.step

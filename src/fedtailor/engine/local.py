@@ -84,6 +84,10 @@ class LocalEngine:
             given.append((key, net))
         return net
 
+    def in_room(self, make: Callable[[], T]) -> T:
+        """What `make` makes, which takes memory; an engine that keeps things for later may let go of them for it."""
+        return make()
+
     def _take_back(self, given: Sequence[tuple[tuple[Space, Arch], nn.Module]]) -> None:
         """Networks that a client's work is through with, for others: building one costs as much as some steps."""
         for _, net in given:
@@ -210,7 +214,7 @@ class LocalEngine:
         except UserError as error:
             raise type(error)(f"{label}: {error}") from error
         except Exception as error:
-            if "CUDA error: out of memory" in str(error):  # the driver's words; torch's own have a class of theirs
+            if is_full(error):
                 raise torch.OutOfMemoryError(str(error)) from error
             raise RuntimeError(f"{label}: {type(error).__name__}: {error}") from error
 
@@ -271,6 +275,11 @@ class LocalEngine:
     @torch.no_grad()
     def _recalibrate(self, job: Recalibrate) -> None:
         recalibrate(job.net, self._batches(job.stream, job.batches), job.batches)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether an error says that a card's memory is full: torch has a class for it, the driver only words."""
+    return isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error)
 
 
 def cores() -> int:

@@ -8,18 +8,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import UserError
 from ..spaces.base import Arch, Space
 from ..spaces.layers import seed_dropout
 from ..spaces.measure import let_learn, tensors_of
 from .jobs import Loop, Made, Recipe
-from .local import Cannot, lowered
-from .replay import Lane, Replay, ahead, drawn, on
+from .local import Cannot, is_full, lowered
+from .replay import Lane, Replay, ahead, drawn, on, with_all_there_is
 
+HALF_WAY = (
+    "the GPU's memory is full, half way through a step that cannot be begun again. Resume the run, which then has "
+    "the whole card; if that does not help, try a smaller local.batch."
+)
 FULL = "the GPU's memory is full"  # an obstacle that need not be there the next time
 
 
 class OwnStep(Replay):
     """A method's own step: the first one is run, the rest replayed."""
+
+    nets: tuple[nn.Module, ...]
 
     def _begin(self, own: Callable[..., Tensor], obstacle: str = "") -> None:
         """Runs the first step and captures the others, unless there is a known obstacle."""
@@ -34,14 +41,19 @@ class OwnStep(Replay):
             self.counter += 1
         self.done = 1
         self.step, self.obstacle = step, obstacle if self.left else "one step"
-        if not self.obstacle:
-            try:
-                self.capture(step)
-            except Cannot as reason:
-                self.obstacle = str(reason)
-            except torch.OutOfMemoryError:  # the first step is done and cannot be done again
-                self.obstacle = FULL
-                del self.graph
+        if self.obstacle:
+            return
+        gradients = [(p, p.grad) for net in self.nets for p in net.parameters()]
+        try:
+            with_all_there_is(lambda: self.capture(step))
+            return
+        except Cannot as reason:
+            self.obstacle = str(reason)
+        except torch.OutOfMemoryError:  # the first step is done and cannot be done again
+            self.obstacle = FULL
+            del self.graph
+        for parameter, gradient in gradients:  # those of the capture were never computed
+            parameter.grad = gradient
 
     def launch(self) -> None:
         if self.obstacle:
@@ -69,7 +81,16 @@ class LoopReplay(OwnStep):
             net.train()
             seed_dropout(net, job.seed)
         self.start([drawn(stream, job.steps) for stream in job.streams], job.steps)
-        self._begin(own, obstacle)
+        try:
+            self._begin(own, obstacle)
+        except Exception as error:
+            if not is_full(error):
+                raise
+            if job.undo is None:  # the networks are the client's own, and half changed
+                raise UserError(HALF_WAY) from error
+            with on(self.stream):
+                job.undo()
+            raise torch.OutOfMemoryError(str(error)) from error
 
     def finish(self) -> None:
         for net in self.nets:

@@ -12,7 +12,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from .steps import objective, pull_, push_
 if TYPE_CHECKING:
     from ..config import Local
 
+T = TypeVar("T")
 CHUNK = 128  # the most steps whose batches are prepared at once
 BUFFER = 128 << 20  # bytes that these may take
 Draw = Callable[[int, int], tuple[Tensor, Tensor]]  # the batches from a step on, of so many steps
@@ -73,8 +74,8 @@ class Lane:
     def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """What happens inside on the stream is recorded, with matrix workspaces of its own: lanes run side by side."""
         torch._C._cuda_clearCublasWorkspaces()
-        before, _ = held(self.stream.device)
-        graph.capture_begin(self._keeper.pool(), capture_error_mode="thread_local")
+        (before, _), kept = held(self.stream.device), self._keeper
+        graph.capture_begin(kept.pool(), capture_error_mode="thread_local")
         try:
             yield
             graph.capture_end()
@@ -84,18 +85,26 @@ class Lane:
         except BaseException:  # somebody stops the run, which has yet to be saved: no capture may be left open
             self._abandon(graph)
             raise
-        self.held += held(self.stream.device)[0] - before
+        finally:
+            if self._keeper is kept:
+                self.held += max(0, held(self.stream.device)[0] - before)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Ends a capture that an error has made void; that error is the one to report."""
+        """Ends a capture that an error has broken off; that error is the one to report.
+
+        One that found no room, or that somebody stopped, is whole as far as it went: what it took is the lane's, for
+        the next one. A void one's memory goes with the last step that has some of it.
+        """
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
+            return
         # torch before 2.13 would take it for under way and free no memory ever again; before 2.8 this has another name
         with contextlib.suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(self.stream.device_index, self._keeper.pool())
-        generator = torch.cuda.default_generators[self.stream.device_index]
-        generator.graphsafe_set_state(generator.clone_state())  # it would believe for ever that it is being captured
-        self._keeper = keeper(self.stream)  # and so would torch of the memory
+            pool = self.stream.device_index, self._keeper.pool()
+            torch._C._cuda_endAllocateToPool(*pool)  # refused where the capture's end came that far
+            torch._C._cuda_releasePool(*pool)  # a graph does so itself only if its capture came to its end
+        # the generator too would believe that it is being captured; a capture that ends, as the keeper's, tells it
+        self._keeper = keeper(self.stream)
 
 
 def keeper(stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -338,20 +347,26 @@ class Forwards:
         size = len(images)
         if size in self._by_size and self._by_size[size] is None and not self._refused and room():
             try:
-                self._by_size[size] = Forward(net, images, self.lane)
-            except Cannot:  # nor will it be possible the next time
+                self._by_size[size] = with_all_there_is(lambda: Forward(net, images, self.lane))
+            except (Cannot, torch.OutOfMemoryError):  # nor will it be possible the next time
                 self._refused = True
-            except torch.OutOfMemoryError:
-                pass
         forward = self._by_size.setdefault(size, None)
         return net(images) if forward is None else forward(images)
 
 
+def with_all_there_is(capture: Callable[[], T]) -> T:
+    """A capture can have nothing that torch holds unused: where it finds no room, that is given back first."""
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return capture()
+    torch.cuda.empty_cache()
+    return capture()
+
+
 def refusal(error: Exception) -> Exception:
     """What an error during a capture means: the card is full, or the step cannot be captured."""
-    if "out of memory" in str(error):
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
         return torch.OutOfMemoryError(str(error))
-    return Cannot(str(error).splitlines()[0])
+    return Cannot((str(error) or type(error).__name__).splitlines()[0])
 
 
 def start_state(optimiser: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

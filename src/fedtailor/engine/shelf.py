@@ -6,6 +6,7 @@ when its work first looks at it; for those who take part next, the copy is under
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ class Shelf:
         self.taken = 0
         self._sizes: dict[int, int] = {}  # of the memories on the card, by client
         self._coming: dict[int, tuple[Memory, Memory]] = {}  # as they lie there, and as they will be on the card
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)  # of the others, the 33rd would be the first lane's
 
     def put(self, memories: Mapping[int, Memory]) -> dict[int, Memory]:
         """Memories after their clients' work, each where it will lie."""
@@ -44,7 +45,8 @@ class Shelf:
     def expect(self, memories: Mapping[int, Memory]) -> None:
         """Starts to fetch what will be asked for next."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))  # for what last lay where the copies go
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), contextlib.suppress(torch.OutOfMemoryError):  # then nothing is ahead
+            self._coming = {}
             self._coming = {c: (m, on_device(m, self.device)) for c, m in memories.items() if _away(m)}
 
     def get(self, client: int, memory: Memory) -> Memory:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -14,8 +14,9 @@ from torch import nn
 from ..spaces.base import Arch, Space
 from ..spaces.measure import drop_gradients
 from .jobs import Loop
+from .local import Cannot
 from .loops import LoopSlot, Recurring
-from .replay import FitSlot, Lane, Step
+from .replay import FitSlot, Lane, Step, with_all_there_is
 
 Kind = tuple[Space, Arch]
 NOBODY = -1  # asks before any work has begun; what is given then is taken back when all of it is over
@@ -38,6 +39,8 @@ class Slots:
         self.loops: OrderedDict[Recurring, list[LoopSlot]] = OrderedDict()
         self._networks: OrderedDict[Kind, list[nn.Module]] = OrderedDict()  # free ones that have no captured step
         self._given: dict[nn.Module, Kind] = {}  # such ones that clients hold
+        self._used = WeakSet[FitSlot]()  # in this round
+        self._needed = 0  # the most that were used in one round
         self._held: dict[int, list[nn.Module]] = {}  # all that clients hold, by the work's number
 
     def __len__(self) -> int:
@@ -72,6 +75,13 @@ class Slots:
         return net
 
     def slot(self, key: Step, net: nn.Module, taken: set[Lane], own: int) -> FitSlot:
+        """A captured step, for a job."""
+        slot = self._slot(key, net, taken, own)
+        self._used.add(slot)
+        self._needed = max(self._needed, len(self._used))
+        return slot
+
+    def _slot(self, key: Step, net: nn.Module, taken: set[Lane], own: int) -> FitSlot:
         """A captured step: the one that has the client's own network, a free one, or a new one.
 
         At most so many clients have steps with their `own` network, the others' weights are copied. Two that share a
@@ -92,12 +102,22 @@ class Slots:
         """A new step with a network of its own."""
         return self._fit(key, self.make(key.space, key.arch), lane)
 
+    def missing(self, patterns: Iterable[Step], archs: Counter[Arch], busy: Counter[Step]) -> Iterator[Step]:
+        """What free and busy steps are short of where so many clients have these archs."""
+        for arch, wanted in archs.items():
+            for key in (pattern._replace(arch=arch) for pattern in patterns):
+                for _ in range(wanted - busy[key] - len(self.free.get(key, ()))):
+                    yield key
+
+    def capture_ahead(self, key: Step, lane: Lane) -> bool:
+        """Gets a step ready, if it can be; if not, whoever wants it captures their own."""
+        with contextlib.suppress(Cannot, torch.OutOfMemoryError):
+            self.keep(self.captured(key, lane))
+            return True
+        return False
+
     def _fit(self, key: Step, net: nn.Module, lane: Lane) -> FitSlot:
-        """A capture can have nothing that torch holds unused: where it finds no room, that is given back first."""
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return FitSlot(key, net, lane, self.precision)
-        torch.cuda.empty_cache()
-        return FitSlot(key, net, lane, self.precision)
+        return with_all_there_is(lambda: FitSlot(key, net, lane, self.precision))
 
     def idle(self, taken: set[Lane]) -> Lane:
         """A lane that is not taken and, if there is one, that no client's own step will want."""
@@ -143,6 +163,7 @@ class Slots:
     def recycle(self) -> None:
         """Takes everything back, and drops what was used longest ago."""
         self.turn = NOBODY
+        self._used.clear()
         for number in list(self._held):
             self.take_back(number)
         if _count(self.free) > self.most or _count(self.loops) > len(self.lanes):
@@ -156,16 +177,20 @@ class Slots:
         """Lets go of so many captured fits, of those unused for longest."""
         for _ in range(many):
             key, slots = next((key, slots) for key, slots in self.free.items() if slots)
-            slots.pop(0)
+            self._used.discard(slots.pop(0))
             if not slots:
                 del self.free[key]
 
     def keep_less(self) -> bool:
-        """Lets go of free networks and of half of the captured fits, and keeps no more of these; False: of nothing."""
+        """Lets go of free networks and of half of the captured fits; False: of nothing.
+
+        No more fits are kept from now on, unless one round needs more: they would all be captured anew each time.
+        """
         fits, networks = _count(self.free), len(self._networks)
-        if fits:
-            self.most = min(self.most, len(self.lent) + fits // 2)
         self._drop(fits - fits // 2)
+        if fits:
+            free = {slot for kept in self.free.values() for slot in kept}
+            self.most = min(self.most, max(self._needed, len(free.union(self.lent.values(), self._used))))
         self._networks.clear()
         return fits + networks > 0
 
@@ -174,6 +199,7 @@ class Slots:
         self.free.clear()
         self._given |= {net: slot.key[:2] for net, slot in self.lent.items()}
         self.lent.clear()
+        self._used.clear()
         for slot in (slot for kept in self.loops.values() for slot in kept):
             slot.release()
         self.loops.clear()

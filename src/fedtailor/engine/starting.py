@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from .jobs import Fit, Job, Loop, Recipe
 from .local import Cannot
@@ -13,7 +16,22 @@ from .replay import FitSlot, Lane, Replay, Step
 from .slots import Slots
 from .steps import fit_step
 
-Kind = Step | Recurring | tuple[str, Step]  # of steps: a slot's, a recipe's, or a fit's that is run by itself
+
+class Plain(NamedTuple):
+    """What a step of a method's own is known by. Another with the same code may not be the same, but is as hard."""
+
+    code: CodeType
+    nets: tuple[type, ...]
+    batches: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, step: object, job: Loop) -> Plain | None:
+        code = getattr(step, "__code__", None)
+        shapes = tuple(stream.shape for stream in job.streams)
+        return cls(code, tuple(map(type, job.nets)), shapes) if code else None
+
+
+Kind = Step | Recurring | Plain | tuple[str, Step]  # of steps: a slot's, a recipe's, a method's own, or a fit's alone
 TRIES = 2  # at capturing steps of a kind: what was in the way of the first may have been there once only
 
 
@@ -28,6 +46,7 @@ class Starter:
         """A job's steps, on a lane that is not taken if there is one; and whether a captured step is used for the
         first time. Steps of up to so many clients have their `own` network."""
         kind: Kind | None = None
+        own_step = job.loss if isinstance(job, Fit) else job.step if isinstance(job, Loop) else None
         if isinstance(job, Fit):
             if job.loss is None:
                 key = Step.of(job)
@@ -38,6 +57,8 @@ class Starter:
         assert isinstance(job, Loop)
         if isinstance(job.step, Recipe) and job.steps > 1:  # one step is not worth a network of its own
             kind = Recurring.of(job)
+        elif kind is None:
+            kind = Plain.of(own_step, job)
         return self._own(label, kind, job, taken), False
 
     def _slot(self, key: Step, job: Fit, taken: set[Lane], own: int) -> tuple[FitSlot, bool] | None:
@@ -81,3 +102,10 @@ class Starter:
         """What keeps steps of a kind from being captured, if that is certain."""
         why = self._refused.get(kind, [])
         return why[-1] if len(why) >= TRIES else ""
+
+
+def wake_libraries(device: torch.device) -> None:
+    """Makes the convolution and matrix libraries' handles of the threads that capture a step; a capture cannot."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 2)).to(device)
+    net(torch.zeros(2, 3, 8, 8, device=device)).sum().backward()
+    torch.cuda.synchronize(device)

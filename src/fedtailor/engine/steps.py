@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..spaces.measure import parameters_of
-from .jobs import Fit
+from .jobs import Fit, Loop, Recalibrate
 
 
 def objective(logits: Tensor, y: Tensor, smoothing: float, shift: Tensor | None) -> Tensor:
@@ -105,6 +105,9 @@ class Estimate:
             layer.train()
             layer.momentum = 1.0  # what they hold after a pass is the batch's own
 
+    def loop(self, job: Recalibrate) -> Loop:
+        return Loop(self.step, (job.stream,), job.batches, undo=self.undo)
+
     @torch.no_grad()
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """One batch. Afterwards the network has the mean so far; there is no loss."""
@@ -114,6 +117,10 @@ class Estimate:
         torch._foreach_add_(self.sums, self.running)
         torch._foreach_copy_(self.running, torch._foreach_mul(self.sums, 1 / self.count))
         return torch.zeros((), device=images.device)
+
+    def undo(self) -> None:
+        """Begins anew. What a broken-off pass left in the network, the next one overwrites."""
+        torch._foreach_zero_([*self.sums, self.count])
 
     def close(self) -> None:
         """Puts the network back into its mode."""
