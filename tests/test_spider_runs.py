@@ -131,7 +131,9 @@ def test_a_search_resumes_in_its_middle(finished: Finished, tmp_path: Path) -> N
 
 
 def test_milenas_moves_alpha_by_a_plain_step_on_train_and_val() -> None:
-    found = federation(Spider(searcher="milenas"), local=replace(LOCAL, epochs=1.0))
+    pixels = [[(0, k % 2) for k in range(32)]] * 2  # of two images norms would make rounding large
+    local = replace(LOCAL, epochs=1.0, batch=16)
+    found = federation(Spider(searcher="milenas"), local=local, pixels=pixels, trained=16)
     client = found.client(found.job.seats[1], {}, 1)
     v = relaxed(SPACE.new_weights(0), client)
     plain = mixture(v, client).searched().train()
