@@ -203,7 +203,7 @@ def join_command(
         say(f"joins {address}; memory and network are kept in {folder}")
         say(f"data: {data or 'its share of the data set that the run names'}")
         if chosen == "cpu" and there > 1:
-            more = ", where nothing else computes on this machine --threads 0 is faster" if threads == 1 else ""
+            more = ", where nothing else computes on this machine --threads 0 may be faster" if threads == 1 else ""
             say(f"computes on {threads or there} of {there} cores{more}")
         try:
             take_home = partial(_take_home, export=export, say=say)
