@@ -24,7 +24,7 @@ test: $(STAMP)  ## the tests, on two processor cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-flower: $(STAMP)  ## faults of a real federation, some minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m flower tests/test_flower.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m flower tests/test_flower_faults.py
 
 zoo: $(STAMP)  ## every method on digits, half an hour on 16 cores; then the page
 	$(BIN)/python bench/zoo.py --out runs/zoo
