@@ -12,11 +12,12 @@ from fedtailor.engine import client as client_room
 from fedtailor.engine import replay, shelf
 from fedtailor.engine.local import Cannot
 from fedtailor.engine.replay import FitSlot, Forwards, Replay
+from fedtailor.engine.slots import Slots
 from fedtailor.engine.steps import Estimate
 from fedtailor.errors import UserError
 from fedtailor.runs.execute import prepare
 from pretend_cuda import Graph, Stream, pretend
-from test_captures import Party
+from test_captures import Party, Shrinking
 from test_sweep import config_of
 
 
@@ -319,6 +320,71 @@ def test_what_clients_take_and_fetch_has_the_room_of_kept_steps(party: Party, mo
     assert sum(map(len, free.values())) == 8
     assert torch.equal(party.engine.run([("one", work())])[0], torch.ones(2))
     assert not sum(map(len, free.values()))
+
+
+def test_steps_of_recipes_too_make_room_for_a_clients_network(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, slots, real = party.engine, party.engine.slots, party.engine.slots.make
+
+    async def work() -> int:
+        client = party.client(0)
+        net, kept = client.build(party.task), len(slots.loops)
+        await client.loop(Shrinking(), (net,), steps=3)
+        return kept
+
+    def make(*args: Any) -> nn.Module:
+        if slots.loops:
+            raise torch.OutOfMemoryError("full")
+        return real(*args)
+
+    engine.run([("one", work())])
+    assert slots.loops
+    slots._networks.clear()
+    monkeypatch.setattr(slots, "make", make)
+    assert engine.run([("one", work())]) == [0]
+
+
+def test_outputs_that_find_no_room_are_computed_when_there_is_some(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, real = party.engine, party.engine._predict
+
+    async def outputs() -> Tensor:
+        client = party.client(0)
+        return await client.predict(client.build(party.task))
+
+    def predict(job: Any) -> Tensor:
+        if sum(map(len, engine.slots.free.values())) > 2:
+            raise torch.OutOfMemoryError("full")
+        return real(job)
+
+    party.train(8)
+    monkeypatch.setattr(engine, "_predict", predict)
+    found = engine.run([("one", outputs())])[0]
+    assert found.isfinite().all()
+    assert sum(map(len, engine.slots.free.values())) == 2
+
+
+def test_a_trial_of_a_stack_that_finds_no_room_is_let_go_when_the_card_is_through_with_it(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that was captured has where its tensors lie copied to the card, behind all that its lane has to do."""
+    engine, told, real = party.engine, list[str](), Slots.captured
+
+    def captured(slots: Slots, *args: Any) -> FitSlot:
+        told.append("captured")
+        if len(told) == 3:
+            raise torch.OutOfMemoryError("full")
+        return real(slots, *args)
+
+    async def work(i: int) -> float:
+        client = party.client(i)
+        return float(await client.fit(client.build(party.task)))
+
+    monkeypatch.setattr("fedtailor.engine.stack.FEWEST", 2)
+    monkeypatch.setattr(Slots, "captured", captured)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: told.append("waited"))
+    assert len(engine.run((f"client {i}", work(i)) for i in range(4))) == 4
+    assert told[:4] == ["captured"] * 3 + ["waited"]
 
 
 def test_the_shelf_copies_on_no_lane(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:

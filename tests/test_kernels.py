@@ -6,6 +6,7 @@ The kernels' sources also run on a processor, thread by thread, so that what the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,27 @@ def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDTAILOR_KERNELS", "off")
     assert compiled("random", ("uniforms",), torch.device("cpu"), T=1) is None
     assert len(made) == 1
+
+
+def test_a_full_card_does_not_switch_kernels_off_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor quietly: whoever wants them is told, and can make room."""
+    refused = iter([RuntimeError("CUDA error: out of memory"), RuntimeError("CUDA error: no such file")])
+
+    def load(code: bytes, names: list[str]) -> dict[str, str]:
+        if error := next(refused, None):
+            raise error
+        return dict.fromkeys(names, "kernel")
+
+    monkeypatch.setattr("torch.cuda._utils._cuda_load_module", load)
+    monkeypatch.setattr(compiling, "_binary", lambda source, name, device: b"code")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    asked = partial(compiling.compiled, "random", ("uniforms",), torch.device("cpu"))
+    with pytest.raises(torch.OutOfMemoryError):
+        asked(T=71)
+    with pytest.warns(UserWarning, match="no such file"):
+        assert asked(T=72) is None
+    assert asked(T=71) == {"uniforms": "kernel"}
+    assert asked(T=72) is None
 
 
 LAYOUTS = pytest.mark.parametrize("lay", [torch.clone, laid_by_channel], ids=["by image", "by channel"])

@@ -14,6 +14,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any, TypeVar
 
@@ -94,9 +95,11 @@ class CudaEngine(LocalEngine):
         while True:
             try:
                 return make()
-            except torch.OutOfMemoryError:  # nobody could go on with a client that was refused a network
+            except torch.OutOfMemoryError:
                 if not self._keep_less():
-                    raise
+                    break
+        self.forget()  # recipes' steps and stacks too: nobody could go on with a client that was refused a network
+        return make()
 
     def _fit_out(self, net: nn.Module, space: Space) -> None:
         fit_out(net, space.input, self.precision)
@@ -198,7 +201,7 @@ class CudaEngine(LocalEngine):
         answers = self._train(training) | self._estimate(batch)
         for number, label, job in batch:
             if number not in answers and not isinstance(job, Score):
-                answers[number] = self._do(label, job)
+                answers[number] = self.in_room(partial(self._do, label, job))
         sizes = {number: job.split.size for number, _, job in batch if isinstance(job, Score)}
         if sizes:
             self.settle()
@@ -307,10 +310,7 @@ class CudaEngine(LocalEngine):
             with self._named(label):
                 return self._starter.start(label, job, taken, self.at_once)
 
-        with contextlib.suppress(torch.OutOfMemoryError):  # nothing of this client has run yet
-            return self.in_room(start)
-        self.forget()
-        return start()
+        return self.in_room(start)  # nothing of this client has run yet
 
     def _late(self, batch: Sequence[Waiting], losses: Tensor) -> dict[int, Tensor]:
         """Losses as answers that nobody waits for. The card goes on; whoever needs a number reads it."""

@@ -247,6 +247,7 @@ class Stacks:
             stack = StackSlot(key, net, clients, jobs[0].steps, first, slots.precision)
             trial = [slots.captured(key, lane) for lane in others]
         except (Cannot, torch.OutOfMemoryError):
+            torch.cuda.synchronize()  # lanes still copy into what the steps captured for the trial have let go
             return None
         if stacking_pays(stack, trial, clients, jobs[0].steps):
             self._kept[key] = stack

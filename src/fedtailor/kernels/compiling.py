@@ -94,6 +94,8 @@ def _compile(source: str, names: tuple[str, ...], device: torch.device) -> Kerne
         made: Any = _cuda_load_module(_binary(source, names[0], device), list(names))
         return made
     except (ImportError, OSError, RuntimeError) as error:  # another torch, or no compiler library beside it
+        if "out of memory" in str(error):  # what is found here is remembered, and the next time there may be room
+            raise torch.OutOfMemoryError(str(error)) from error
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(f"fedtailor's kernels cannot be made here, torch's own run instead ({reason})", stacklevel=2)
         return None
