@@ -8,7 +8,7 @@ LIGHT := $(VENV)/.installed-light# what the demo needs, a third of everything
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo demo-flower test test-flower test-ui zoo results ui setup lint docs format clean
+.PHONY: help demo demo-flower test test-flower test-ui zoo demos results ui setup lint docs format clean
 
 help:  ## this list
 	@echo "Each sets up what it needs in $(VENV):"
@@ -30,6 +30,9 @@ zoo: $(STAMP)  ## every method on digits, half an hour on 16 cores; then the pag
 	$(BIN)/python bench/zoo.py --out runs/zoo
 	$(BIN)/python bench/zoo.py --collect runs/zoo
 	$(BIN)/python bench/results.py
+
+demos: $(STAMP)  ## the tables "On the demo" in docs/methods, ten minutes
+	$(BIN)/python bench/demos.py
 
 results: $(STAMP)  ## the pages of results, from bench/results
 	$(BIN)/python bench/results.py

@@ -177,11 +177,15 @@ def test_federations_are_the_pinned_ones(name: str, row: str) -> None:
     assert made.hash == (spec.partition or federation.partition)
 
 
+def dots(labels: np.ndarray) -> Dataset:
+    """As many images as CIFAR-10 has, of a point each."""
+    images, official_test = np.zeros((60_000, 1, 1, 1), np.uint8), np.arange(60_000) >= 50_000
+    return Dataset("dots", images, labels, tuple("abcdefghij"), official_test)
+
+
 def test_the_deal_of_pfedhn_gives_every_image_to_one_of_the_two_class_clients() -> None:
     labels = np.random.default_rng(0).permutation(np.arange(60_000) % 10)
-    data = Dataset(
-        "dots", np.zeros((60_000, 1, 1, 1), np.uint8), labels, tuple("abcdefghij"), np.arange(60_000) >= 50_000
-    )
+    data = dots(labels)
     dealt = script("authors.deals").pfedhn(data, 0)
     assert np.array_equal(np.bincount(dealt.split), [40_000, 10_000, 10_000])
     assert np.array_equal(dealt.split == TEST, data.official_test)
@@ -191,6 +195,17 @@ def test_the_deal_of_pfedhn_gives_every_image_to_one_of_the_two_class_clients() 
     shares = [np.mean(dealt.owner[labels == label] == c) for c, classes in enumerate(held) for label in classes]
     assert min(shares) > 0.4 / (0.4 + 9 * 0.6) - 0.01
     assert max(shares) < 0.6 / (0.6 + 9 * 0.4) + 0.01
+
+
+def test_the_deal_of_fedrep_is_of_shards_and_may_give_a_client_one_class_twice() -> None:
+    labels = np.arange(60_000) % 10
+    data = dots(labels)
+    dealt = script("authors.deals").fedrep(data, 0)
+    assert np.array_equal(dealt.sizes(), np.tile([450, 50, 100], (100, 1)))
+    assert np.array_equal(dealt.split == TEST, data.official_test)
+    train = dealt.counts(labels, 10) - dealt.counts(labels, 10, TEST)
+    assert set(np.unique(train)) == {0, 250, 500}  # shards of 250, and some clients have two of one class
+    assert np.array_equal(train, 5 * dealt.counts(labels, 10, TEST))
 
 
 def test_every_row_is_a_config() -> None:
@@ -210,6 +225,25 @@ def test_the_zoo_has_every_method_with_the_same_budget() -> None:
     assert {len(row.trials()) for row in rows.values()} == {8}
     for row in rows.values():
         load("zoo", {**row.changes, **row.trials()[-1]})
+
+
+def test_tables_of_the_demo_stand_below_the_commands_that_make_them() -> None:
+    demos = script("demos")
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in demos.PAGES.glob("*.md")}
+    assert {name for name, text in texts.items() if f"\n{demos.TITLE}\n" in text} == demos.TABLES.keys()
+    for name, table in demos.TABLES.items():
+        section = texts[name].split(f"\n{demos.TITLE}\n")[1].split("\n## ")[0]
+        commands = " ".join(section.split("```")[1::2])
+        for row in table.rows:
+            settings = [f"{key}={str(value).lower()}" for key, value in row.changes.items()]
+            assert all(f"--set {setting}" in commands for setting in settings), name
+            assert row.method in commands, name
+            assert demos.label(row) in section or table.head is None, name
+        (found,) = (part for part in section.split("\n\n") if part.startswith("|"))
+        assert len(found.splitlines()) == 2 + len(table.rows)
+        assert demos.written(texts[name], found.splitlines()) == texts[name]
+        changed = demos.written(texts[name], ["| a |", "|---|"])
+        assert changed == texts[name].replace(found, "| a |\n|---|")
 
 
 def test_committed_pages_are_what_the_results_say() -> None:

@@ -10,6 +10,7 @@ from fedtailor.seeds import rng_of
 
 USERS, A = 50, 68
 NODES, VAL_IMAGES = 50, 10_000
+OWNERS, SHARDS, KEPT_FOR_VAL = 100, 2, 50
 
 
 def per_fedavg(data: Dataset, seed: int) -> Partition:
@@ -61,3 +62,24 @@ def pfedhn(data: Dataset, seed: int) -> Partition:
                 owner[dealt], split[dealt] = client, kind
     names = tuple(f"node-{i:02d}" for i in range(NODES))
     return Partition(owner, split, NODES, 0, data.hash, {"rule": "pfedhn", "data": data.name, "seed": seed}, names)
+
+
+def fedrep(data: Dataset, seed: int) -> Partition:
+    """Collins et al., as public copies of their code deal: the official training images of a class are cut into equal
+    shards, as are its test images, and every client draws two. Nothing keeps it from drawing one class twice, as one
+    in ten does. Of a client's 500 training images, fifty are for val.
+    """
+    rng = rng_of(seed, "fedrep deal")
+    drawn = rng.permutation(np.repeat(np.arange(10), OWNERS * SHARDS // 10)).reshape(OWNERS, SHARDS)
+    owner, split = np.full(len(data.labels), -1, np.int32), np.full(len(data.labels), UNUSED, np.uint8)
+    for official, kind in ((False, TRAIN), (True, TEST)):
+        for label in range(10):
+            images = rng.permutation(np.flatnonzero((data.labels == label) & (data.official_test == official)))
+            holders = np.repeat(np.arange(OWNERS), (drawn == label).sum(1))
+            for client, shard in zip(holders, np.array_split(images, len(holders)), strict=True):
+                owner[shard], split[shard] = client, kind
+    for client in range(OWNERS):
+        mine = np.flatnonzero((owner == client) & (split == TRAIN))
+        split[rng.choice(mine, KEPT_FOR_VAL, replace=False)] = VAL
+    names = tuple(f"client-{i:02d}" for i in range(OWNERS))
+    return Partition(owner, split, OWNERS, 0, data.hash, {"rule": "fedrep", "data": data.name, "seed": seed}, names)
