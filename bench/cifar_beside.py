@@ -5,7 +5,7 @@
     python bench/cifar_beside.py budgets:fedcs+budgets:fedcs:--seed=1 --minutes 9 --out DIR
 
 A word is a queue: a federation, its rows, one after the other, and options of bench/cifar.py for these alone; several
-such can follow each other, joined by +. A federation without rows means all that its table lacks, seed after seed.
+such can follow each other, joined by +. A federation without rows means all that its table lacks, first seeds first.
 Queues run beside each other; with --lanes they are one, in the order of the words, from which so many processes take
 what is next. A row whose learning rate is not chosen yet is tuned first. A row that fails does not stop the others. The
 same command goes on where the last one was cut short; what is finished is collected with
@@ -80,8 +80,9 @@ def jobs(word: str) -> list[Job]:
         if rows:
             found += [Job(federation, row, more) for row in rows.split(",")]
         else:
-            left = lacking(federation).items()
-            found += [Job(federation, row, [f"--seed={seed}", *more]) for row, seeds in left for seed in seeds]
+            left = [(seed, row) for row, seeds in lacking(federation).items() for seed in seeds]
+            left.sort(key=lambda one: one[0])  # a first seed of every row before a second of any
+            found += [Job(federation, row, [f"--seed={seed}", *more]) for seed, row in left]
     return found
 
 
