@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from fedtailor.kernels import (
     update,
 )
 from fedtailor.spaces import layers
+
+if TYPE_CHECKING:
+    from party import Party
 
 torch.set_num_threads(1)
 os.environ["FEDTAILOR_CACHE"] = "off"
@@ -66,3 +70,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield "cuda"
     for switch, was in zip(switches, before, strict=True):
         switch.allow_tf32 = was
+
+
+@pytest.fixture
+def party(monkeypatch: pytest.MonkeyPatch) -> "Party":
+    """Eight clients on a card that is pretended, never stacked."""
+    from party import Party
+
+    monkeypatch.setattr("fedtailor.engine.stack.FEWEST", 99)
+    return Party(monkeypatch, clients=8, participants=8)

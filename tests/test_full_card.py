@@ -16,15 +16,9 @@ from fedtailor.engine.slots import Slots
 from fedtailor.engine.steps import Estimate
 from fedtailor.errors import UserError
 from fedtailor.runs.execute import prepare
+from party import Party, Shrinking
 from pretend_cuda import Graph, Stream, pretend
-from test_captures import Party, Shrinking
 from test_sweep import config_of
-
-
-@pytest.fixture
-def party(monkeypatch: pytest.MonkeyPatch) -> Party:
-    monkeypatch.setattr("fedtailor.engine.stack.FEWEST", 99)
-    return Party(monkeypatch, clients=8, participants=8)
 
 
 def test_clients_that_find_no_room_beside_kept_steps_still_train_side_by_side(
