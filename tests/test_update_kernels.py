@@ -83,6 +83,8 @@ class Problem:
             push_(self.weights, self.pushes)
         if self.local.clip:
             nn.utils.clip_grad_norm_(self.weights, self.local.clip)
+        for weight in self.weights:  # torch's fused step takes no gradient that lies in another order than its weight
+            weight.grad = None if weight.grad is None else torch.empty_like(weight).copy_(weight.grad)
         self.optimiser.step()
 
     def backward(self, step: int = 0) -> None:
