@@ -22,6 +22,7 @@ from ..kernels.update import Update
 from ..spaces.base import Arch, Space
 from ..spaces.layers import seed_dropout
 from ..spaces.measure import let_learn, parameters_of, tensors_of
+from .halved import Halved
 from .jobs import Fit
 from .local import Cannot, lowered
 from .room import held
@@ -244,6 +245,7 @@ class FitSlot(Replay):
         self.optimiser = self.local.optimiser(self.parameters, self.lr)
         self.state = start_state(self.optimiser, self.parameters)
         self.update = self._update()
+        self.halved = Halved(net) if precision == "bf16" else None
         self.fresh = True  # not used yet
         self.job: Fit | None = None  # under way
         self.stream.wait_stream(torch.cuda.current_stream())  # for the tensors made just now
@@ -280,8 +282,11 @@ class FitSlot(Replay):
     def _step(self) -> Tensor:
         ((x, y),) = self.batches()
         self.optimiser.zero_grad(set_to_none=True)
-        loss = objective(self.net(x), y, self.local.label_smoothing, self.shift)
-        loss.backward()
+        with contextlib.nullcontext() if self.halved is None else self.halved.lent():
+            loss = objective(self.net(x), y, self.local.label_smoothing, self.shift)
+            loss.backward()
+        if self.halved is not None:
+            self.halved.hand_over()
         if self.update is None:
             self._change()
         else:

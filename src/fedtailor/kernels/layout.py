@@ -68,7 +68,7 @@ class Pointwise(nn.Conv2d):
         super().__init__(cin, cout, 1, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not by_channel(input) or not takes(input, self.weight):
+        if not by_channel(input) or not takes(input):
             return super().forward(input)
         planes = input.transpose(0, 1)
         return (self.weight.flatten(1) @ planes.flatten(1)).view(-1, *planes.shape[1:]).transpose(0, 1)
