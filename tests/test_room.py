@@ -16,6 +16,7 @@ from fedtailor.engine.jobs import Score
 from fedtailor.engine.replay import FitSlot, Replay
 from fedtailor.engine.room import Room
 from fedtailor.errors import UserError
+from fedtailor.spaces.measure import Cost
 from party import Party
 from pretend_cuda import pretend
 
@@ -42,6 +43,19 @@ def test_a_run_plans_with_its_share_of_the_card(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("FEDTAILOR_GPU_SHARE", wrong)
         with pytest.raises(UserError, match="part of a card"):
             Room(device)
+
+
+@pytest.mark.parametrize(("lanes", "more", "side_by_side", "kept"), [(20, 5, 20, 25), (4, 1, 4, 5), (40, 0, 32, 36)])
+def test_steps_that_share_a_lane_are_kept_for_little(
+    lanes: int, more: int, side_by_side: int, kept: int, party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = Cost(parameters=1 << 20, buffers=0, flops=0, activations=1 << 26, peak=0)
+    full = 1.3 * (12 * 2**20 + 32 * 2**26) + 2**26
+    another = 1.3 * 12 * 2**20 + 2**27 + 2**26  # weights, batches, the libraries' room: no activations
+    room = lanes * full + 2 * more * another if more else 32 * full + 8 * another
+    monkeypatch.setattr(party.engine, "_free", lambda: int(room) + 1024)
+    party.engine.plan(largest, batch=32, clients=20)
+    assert (party.engine.at_once, party.engine.slots.most) == (side_by_side, kept)
 
 
 def test_scoring_on_a_full_card_comes_to_rest(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from .local import LocalEngine, Memory, is_full
 from .loops import LoopSlot, OwnStep
 from .outfit import fit_out
 from .passes import Passes
-from .replay import FitSlot, Lane, Replay, Step, no_garbage, on
+from .replay import BUFFER, FitSlot, Lane, Replay, Step, no_garbage, on
 from .room import Room
 from .shelf import Shelf
 from .slots import Slots
@@ -78,9 +78,11 @@ class CudaEngine(LocalEngine):
     def plan(self, largest: Cost, batch: int, clients: int) -> None:
         """Says what the card will hold, and lowers what is under way at once where that would not fit."""
         each = SLACK * largest.training_memory(batch) + WORKSPACE
+        kept = SLACK * largest.training_memory(0) + BUFFER + WORKSPACE  # activations are the lane's, for all its steps
         free = self._free()
         self.at_once, self.crowd = (max(1, min(most, int(free / each))) for most in (self.at_once, self.crowd))
-        self.slots.most = max(self.at_once, min(self.slots.most, int(free / 2 / each)))
+        more = int((free - self.at_once * each) / 2 / kept)
+        self.slots.most = max(self.at_once, min(self.slots.most, self.at_once + more))
         self._say(
             f"GPU: {free / 2**30:.0f} GiB free; training the largest network takes about {each / 2**30:.2f} GiB, so "
             f"{min(clients, self.at_once)} clients train side by side; up to {self.slots.most} captured steps are kept"
