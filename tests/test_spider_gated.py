@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,18 +129,32 @@ def run_of(engine: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tupl
     return federation, found
 
 
-@pytest.mark.parametrize("lamda", [0.1, 0.0, float("inf")])
-def test_a_search_with_gates_is_the_search_with_cuts(lamda: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"rounds": 5, "participants": 2, "local__lr": 0.003, "method__lamda": lamda}
+@pytest.mark.parametrize(
+    ("lamda", "changes"),
+    [
+        (0.1, {"participants": 2}),
+        (0.1, {"clients": 4, "participants": 4}),  # which are stacked
+        (0.1, {"participants": 2, "local__bn": "local"}),
+        (0.1, {"participants": 2, "local__bn": "recalibrate"}),
+        (0.0, {"participants": 2}),
+        (math.inf, {"participants": 2}),
+    ],
+)
+def test_a_search_with_gates_is_the_search_with_cuts(
+    lamda: float, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack, "stacking_pays", lambda *_: True)
+    changes |= {"rounds": 5, "local__lr": 0.003, "method__lamda": lamda}
     _, cuts = run_of("eager", monkeypatch, **changes)
     _, ours = run_of("auto", monkeypatch, **changes)
     for there, here in zip(cuts, ours, strict=True):
         for client, memory in there.items():
             assert here[client]["search"] == memory["search"]
             assert here[client].keys() == memory.keys()
-            for name, tensor in memory.get("v", {}).items():
-                torch.testing.assert_close(here[client]["v"][name], tensor, rtol=1e-3, atol=1e-5, msg=name)
-            assert list(here[client].get("v", {})) == list(memory.get("v", {}))
+            v = memory.get("v", {})
+            apart = sum(float((here[client]["v"][n] - t).pow(2).sum()) for n, t in v.items())
+            assert apart <= 1e-6 * sum(float(t.pow(2).sum()) for t in v.values())  # of rounding, which training spreads
+            assert list(here[client].get("v", {})) == list(v)
     assert Search(**ours[-1][0]["search"]).over
 
 
@@ -157,9 +172,9 @@ def test_a_decision_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             counts["pass"] += 1
             super().__init__(*how)
 
-    changes = {"rounds": 8, "clients": many, "participants": many}
+    uneven = {"partition__name": "dirichlet-class", "partition__samples": 0, "local__epochs": 0.05}
+    changes = {"rounds": 8, "clients": many, "participants": many, **uneven}
     federation, _ = prepare(config_of("spider", "darts", **SMALL, **changes)).federation(CPU, 1, say=lambda _: None)
-    monkeypatch.setattr(stack, "stacking_pays", lambda *_: False)
     monkeypatch.setattr(Replay, "capture", captured)
     monkeypatch.setattr(replay, "Forward", Pass)
     make, state, found = federation.engine.slots.make, federation.begin(), []  # type: ignore[attr-defined]
@@ -172,11 +187,13 @@ def test_a_decision_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in federation.rounds(state, lambda event: None):
         found.append((Search(**state.memories[0]["search"]), counts.copy()))
         counts.clear()
-    first, *searching = [counts for search, counts in found if not search.over]
-    assert first["stack"] == 2  # a trial for w and one for v
-    assert [(c["step"], c["stack"], c["own"], c["network"]) for c in searching] == [(0, 0, 0, 0)] * len(searching)
-    assert [c["pass"] for c in searching] == [many, *[0] * (len(searching) - 1)]
+    first, second, *others = searching = [counts for search, counts in found if not search.over]
+    assert (first["step"], first["network"]) == (2 * many, 2 * many)  # one for w and one for v
+    assert (second["step"], second["network"]) == (0, 2 * many)  # the steps have kept theirs
+    assert [(c["step"], c["network"]) for c in others] == [(0, 0)] * len(others)
+    assert sum(c["stack"] + c["own"] for c in searching) == 0
+    assert [c["pass"] for c in searching] == [0, many, *[0] * len(others)]  # for as many sizes of val
     last, after, *rest = [counts for search, counts in found if search.over]
     assert (last["step"], last["network"]) == (many, many)  # now the networks are cut
-    assert (after["step"], after["network"]) == (0, many)  # their steps have kept the networks
+    assert (after["step"], after["network"]) == (0, many)
     assert not any(c.total() for c in rest)
