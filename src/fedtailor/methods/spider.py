@@ -124,13 +124,13 @@ class Spider(FedAvg):
             net = mixture(relaxed(v, client), client)
             loss = await train_relaxed(net, client, task.weights, self.lamda, self.alpha_lr, self.alpha_val)
         else:
-            search = replace(search, keep=discrete(v)) if is_relaxed(v) else search
-            net, before = self._network(client, v, search), search
+            search = search.ended(discrete(v)) if is_relaxed(v) else search
+            net, before = searching(client, v, search), search
             if self.searcher == "perturbation":  # line 10: Algorithm 2
                 score = partial(accuracy, client, net)
                 search = await decide(search, phases.schedule.due(t), score, client.rng("ties"))
             if search != before:
-                net = self._network(client, v, search, net)
+                net = searching(client, v, search, net)
             loss = await self._fit(net, task, client, phases.split(t))
         client.memory |= {"search": asdict(search)} | ({} if self.lamda == math.inf else {"v": own(client, net)})
         return loss
@@ -147,11 +147,6 @@ class Spider(FedAvg):
         search = Search(**kept) if kept else Search.begin(cells_of(client.space), client.rng("search"))
         first = task.weights if self.lamda else client.initial
         return first if self.lamda == math.inf else client.memory.get("v", first), search
-
-    def _network(self, client: Client, v: Weights, search: Search, before: nn.Module | None = None) -> nn.Module:
-        if self.searcher == "perturbation" and not search.over:
-            return searching(client, v, search.keep, before)
-        return network(client, v, search.keep, stale=self.lamda == math.inf)
 
     def _phases(self, rounds: int) -> Phases:
         return Phases(self.searcher, self.warm_up, self.tau, self.search_rounds, self.merge_val, rounds)

@@ -82,13 +82,13 @@ def network(client: Client, weights: Weights, keep: Keep, stale: bool = False) -
     return net
 
 
-def searching(client: Client, weights: Weights, keep: Keep, before: nn.Module | None = None) -> nn.Module:
-    """The same while candidates are scored and operations go, round after round: gated, where steps are captured.
+def searching(client: Client, weights: Weights, search: Search, before: nn.Module | None = None) -> nn.Module:
+    """The sub-network of a search: where steps are captured it is gated while the search goes on, not cut.
 
-    It may be the network that it was `before` the last decision.
+    A gated one may be the network that it was `before` a decision.
     """
-    space = cells_of(client.space)
-    if not (client.captures and gateable(space)):
+    space, keep = cells_of(client.space), search.keep
+    if search.over or not (client.captures and gateable(space)):
         return network(client, weights, keep)
     whole = held(space, weights, keep, client.device)
     if isinstance(before, Gated):
@@ -203,6 +203,10 @@ class Search:
     def over(self) -> bool:
         """Whether nothing waits."""
         return not any(self.edges + self.nodes)
+
+    def ended(self, keep: Keep) -> Search:
+        """The search where somebody else has decided all of it."""
+        return Search(keep, ((), ()), ((), ()))
 
     @staticmethod
     def begin(space: Darts, rng: np.random.Generator) -> Search:
