@@ -14,6 +14,9 @@ from fedtailor.engine.outfit import fit_out
 from fedtailor.kernels import layout
 from fedtailor.kernels.compiling import plain
 from fedtailor.registry import lookup
+from fedtailor.search.gated import Gated, gated_of, held
+from fedtailor.spaces.darts import Darts
+from fedtailor.spaces.measure import tensors_of
 
 SPACES: list[tuple[str, dict[str, Any]]] = [
     ("mobilenetv3", {}),
@@ -66,3 +69,20 @@ def test_a_step_is_the_one_that_torch_computes(
     assert alike(ours, theirs) > 0.9999
     # rounding to eight bits turns a gradient by some angle: ours by hardly more than torch's own
     assert 1 - alike(gradient(network, device, half=True), theirs) < 1.5 * (1 - alike(halved, theirs)) + 0.01
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_gated_supernet_is_the_cut_network(half: bool, device: str) -> None:
+    """Where kernels of ours compute several operations as one, and fewer where some are cut."""
+    space = Darts((3, 8, 8), 4, channels=2, cells=3, variant="s2")
+    normal, reduce = (tuple(((0,), (1,), (0, 1), ())[(e + kind) % 4] for e in range(14)) for kind in range(2))
+    weights, keep, found = space.new_weights(0), (normal, reduce), list[Tensor]()
+    whole = held(space, weights, keep, torch.device("cpu"))
+    for net, tensors in ((space.build_keep(keep), weights), (gated_of(space).module(), whole)):
+        ready(net).load_state_dict({n: tensors[n] for n in tensors_of(net)}, strict=False)
+        net.to(device).train()
+        fit_out(net, (3, 8, 8), "fp32")
+        gradient(net.at(keep) if isinstance(net, Gated) else net, device, half)
+        learnt = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+        found.append(torch.cat([learnt[n].flatten() for n in space.names_of(keep) if n in learnt]))
+    assert alike(*found) > (0.99 if half else 0.99999)

@@ -66,7 +66,7 @@ class Slots:
                 self.lent[slot.net] = slot
                 return self._hand(slot.net)
         free = self._networks.get(kind)
-        net = free.pop() if free else self.make(space, arch)
+        net = free.pop(0) if free else self.make(space, arch)  # who asks in turn gets the one whose passes fit
         self._given[net] = kind
         return self._hand(net)
 

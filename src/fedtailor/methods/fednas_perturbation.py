@@ -80,9 +80,8 @@ class GlobalPerturbation(FedAvg):
     def ask(self, server: Server, client: Seat) -> Task:
         task, search = self.shared(server), Search(**server.search)
         candidates = [keep for question in self._questions(server) for keep in question.candidates]
-        over = not any(search.edges + search.nodes)
         extra = {"candidates": _masks(cells_of(server.space), candidates)} if candidates else {}
-        return Task(task.weights, task.arch, extra, {"over": over})
+        return Task(task.weights, task.arch, extra, {"over": search.over})
 
     async def work(self, task: Task, client: Client) -> Reply:
         require_val(client)

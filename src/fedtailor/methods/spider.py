@@ -26,11 +26,11 @@ from ..method import Card, Job, Reply, Seat, Server, Task
 from ..options import Count, NonNegative, Positive
 from ..registry import register
 from ..search import perturbation
-from ..search.perturbation import Search, accuracy, cells_of, decide, network
+from ..search.perturbation import Search, accuracy, cells_of, decide, network, own, searching, share
 from ..search.phases import Phases
 from ..search.spider_milenas import discrete, is_relaxed, mixture, relaxed, require_relaxable, train_relaxed
 from ..spaces.base import Space, Weights
-from ..spaces.darts import Darts, Keep
+from ..spaces.darts import Darts
 from .fedavg import FedAvg
 
 
@@ -109,7 +109,7 @@ class Spider(FedAvg):
         v, search = self._own(task, client)
         if is_relaxed(v):
             return mixture(v, client)
-        net = self._network(client, v, search.keep)
+        net = network(client, v, search.keep, stale=self.lamda == math.inf)  # statistics are the whole supernet's
         if "search" not in client.memory:  # no round has called this client
             await self._fit(net, task, client, "train")
         return net
@@ -124,22 +124,22 @@ class Spider(FedAvg):
             net = mixture(relaxed(v, client), client)
             loss = await train_relaxed(net, client, task.weights, self.lamda, self.alpha_lr, self.alpha_val)
         else:
-            search = replace(search, keep=discrete(v)) if is_relaxed(v) else search
-            net, before = self._network(client, v, search.keep), search.keep
+            search = search.ended(discrete(v)) if is_relaxed(v) else search
+            net, before = searching(client, v, search), search
             if self.searcher == "perturbation":  # line 10: Algorithm 2
                 score = partial(accuracy, client, net)
                 search = await decide(search, phases.schedule.due(t), score, client.rng("ties"))
-            if search.keep != before:
-                net = self._network(client, v, search.keep)
+            if search != before:
+                net = searching(client, v, search, net)
             loss = await self._fit(net, task, client, phases.split(t))
-        client.memory |= {"search": asdict(search)} | ({} if self.lamda == math.inf else {"v": client.copy(net)})
+        client.memory |= {"search": asdict(search)} | ({} if self.lamda == math.inf else {"v": own(client, net)})
         return loss
 
     async def _fit(self, net: nn.Module, task: Task, client: Client, on: str) -> Measured:
         """Lines 11 to 14 and 18, on w's batches. Of w^t the pull reads the entries that the network has: w_share."""
         if self.lamda == math.inf:
             return math.nan  # v_k is w_share: there is nothing to train
-        return await client.fit(net, pull=(task.weights, self.lamda), on=on, again=True)
+        return await client.fit(net, pull=(share(client, task.weights, net), self.lamda), on=on, again=True)
 
     def _own(self, task: Task, client: Client) -> tuple[Weights, Search]:
         """v_k and how far its search is."""
@@ -147,9 +147,6 @@ class Spider(FedAvg):
         search = Search(**kept) if kept else Search.begin(cells_of(client.space), client.rng("search"))
         first = task.weights if self.lamda else client.initial
         return first if self.lamda == math.inf else client.memory.get("v", first), search
-
-    def _network(self, client: Client, v: Weights, keep: Keep) -> nn.Module:
-        return network(client, v, keep, stale=self.lamda == math.inf)  # then the statistics are the whole supernet's
 
     def _phases(self, rounds: int) -> Phases:
         return Phases(self.searcher, self.warm_up, self.tau, self.search_rounds, self.merge_val, rounds)

@@ -24,6 +24,7 @@ from ..method import Job, Task
 from ..spaces.base import Arch, Space, Weights
 from ..spaces.darts import Darts, Keep
 from ..spaces.darts_ops import EDGES, EDGES_INTO
+from .gated import Gated, by_images, gateable, gated_of, held, norms_of
 
 NODES = tuple(node for node, edges in EDGES_INTO.items() if len(edges) > 2)  # node 2 has two inputs from the start
 PAPER_ROUNDS, PAPER_WARM_UP, PAPER_TAU = 1000, 30, 20
@@ -81,12 +82,39 @@ def network(client: Client, weights: Weights, keep: Keep, stale: bool = False) -
     return net
 
 
+def searching(client: Client, weights: Weights, search: Search, before: nn.Module | None = None) -> nn.Module:
+    """The sub-network of a search: where steps are captured it is gated while the search goes on, not cut.
+
+    A gated one may be the network that it was `before` a decision.
+    """
+    space, keep = cells_of(client.space), search.keep
+    if search.over or not (client.captures and gateable(space)):
+        return network(client, weights, keep)
+    whole = held(space, weights, keep, client.device)
+    if isinstance(before, Gated):
+        client.load(net := before, whole)
+    else:
+        net = cast(Gated, client.build(Task(whole), gated_of(space)))
+    net.stale = False  # type: ignore[assignment]  # candidates go by the images
+    return net.at(keep)
+
+
+def share(client: Client, weights: Weights, net: nn.Module) -> Weights:
+    """w_share: what a network has of the received weights, and zeros where it holds zeros."""
+    return held(cells_of(client.space), weights, net.keep, client.device) if isinstance(net, Gated) else weights
+
+
+def own(client: Client, net: nn.Module) -> Weights:
+    """A copy of a network's tensors, for the client's own memory."""
+    found = client.copy(net)
+    return {n: found[n] for n in cells_of(client.space).names_of(net.keep)} if isinstance(net, Gated) else found
+
+
 class Perturbed(nn.Module):
     """A network as if it had only the operations of `keep`, for scoring: the others' outputs count for nothing.
 
     Its norms use the statistics of the images before them, as DARTS-PT's and the authors' code do: the running ones
-    belong to the network with all its operations. They stay as they are, which in that code they do not, and serve
-    only where there is a single image.
+    belong to the network with all its operations. They stay as they are, which in that code they do not.
     """
 
     def __init__(self, net: nn.Module, space: Darts, keep: Keep) -> None:
@@ -94,22 +122,17 @@ class Perturbed(nn.Module):
         self.net, self.cost = net, space.cost_keep(keep)
         device = next(net.parameters()).device
         self.gates = tuple(rows.to(device) for rows in space.gates_of(keep))
-        self.norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.norms = norms_of(net)
 
     def forward(self, x: Tensor) -> Tensor:
-        momenta = [norm.momentum for norm in self.norms]
-        for norm in self.norms:
-            vars(norm).update(training=len(x) > 1, momentum=0.0)  # a module's own setattr costs more than its norm
-        try:
+        with by_images(self.norms, len(x)):
             return self.net(x, self.gates)
-        finally:
-            for norm, momentum in zip(self.norms, momenta, strict=True):
-                vars(norm).update(training=False, momentum=momentum)
 
 
 async def accuracy(client: Client, net: nn.Module, keep: Keep) -> float:
     """The network's accuracy on the client's val with the operations of `keep` alone."""
-    return await client.score(Perturbed(net, cells_of(client.space), keep))
+    gated = isinstance(net, Gated)
+    return await client.score(net.at(keep) if gated else Perturbed(net, cells_of(client.space), keep))
 
 
 # when ---------------------------------------------------------------------------------------------------------------
@@ -175,6 +198,15 @@ class Search:
     keep: Keep
     edges: Pair
     nodes: Pair
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing waits."""
+        return not any(self.edges + self.nodes)
+
+    def ended(self, keep: Keep) -> Search:
+        """The search where somebody else has decided all of it."""
+        return Search(keep, ((), ()), ((), ()))
 
     @staticmethod
     def begin(space: Darts, rng: np.random.Generator) -> Search:
