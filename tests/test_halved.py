@@ -107,6 +107,7 @@ def test_a_network_has_its_own_filters_again_after_an_error() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 @pytest.mark.parametrize("name", SPACES)
 def test_a_captured_step_takes_fewer_kernels_for_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wake_libraries(torch.device("cuda"))
