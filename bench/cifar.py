@@ -236,7 +236,9 @@ def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
     spec = FEDERATIONS[args.federation].rows[row]
     whole = configure(args, row, None).rounds
     first = next(iter(spec.endings.items()))
-    for lr in spec.rates:
+    if args.lr and args.lr not in spec.rates:
+        sys.exit(f"{args.federation}, {row}: --tune tries {', '.join(map(str, spec.rates))}, not {args.lr:g}")
+    for lr in [args.lr] if args.lr else spec.rates:
         config = configure(args, row, lr, max(2, whole // 10), tuning=True)
         name = f"tune-{args.federation}-{row}-lr{lr:g}-r{config.rounds}-{config.precision}"
         folder = args.work / name
@@ -259,7 +261,7 @@ def tune(args: argparse.Namespace, row: str, clock: Clock) -> None:
         found |= {"precision": config.precision, "seed": config.seed, "rounds_of_row": whole, "device": facts["device"]}
         found |= {"beside": args.beside}
         (folder / "tune.json").write_text(json.dumps(found))
-    print(f"{row}: lr {rate(args, row)}", flush=True)
+    print(f"{row}: lr {chosen(args.federation, row, tunings(args.work))}", flush=True)
 
 
 def rehearse(args: argparse.Namespace, rows: Sequence[str]) -> None:
@@ -293,7 +295,7 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="separated by commas; default: all of the federation's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=0, help="instead of the preset's; not for rows with their own")
-    parser.add_argument("--lr", type=float, default=0.0, help="instead of the tuned one")
+    parser.add_argument("--lr", type=float, default=0.0, help="instead of the tuned one; with --tune: the one to try")
     parser.add_argument("--tune", action="store_true", help="try the rows' learning rates instead of running them")
     parser.add_argument("--tune-first", action="store_true", help="try those of rows for which none is chosen yet")
     parser.add_argument("--rehearse", action="store_true", help="run the rows in small, to see that nothing stops them")

@@ -7,8 +7,9 @@
 A word is a queue: a federation, its rows, one after the other, and options of bench/cifar.py for these alone; several
 such can follow each other, joined by +. A federation without rows means all that its table lacks, first seeds first.
 Queues run beside each other; with --lanes they are one, in the order of the words, from which so many processes take
-what is next. A row whose learning rate is not chosen yet is tuned first. A row that fails does not stop the others. The
-same command goes on where the last one was cut short; what is finished is collected with
+what is next. A row whose learning rate is not chosen yet is tuned first, with --lanes its rates beside each other. A
+row that fails does not stop the others. The same command goes on where the last one was cut short; what is finished is
+collected with
 
     python bench/cifar.py --collect DIR/*
 
@@ -32,11 +33,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
+from threading import Condition
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cifar_kept import lacking
+from cifar_kept import chosen, lacking, tunings
 from cifar_rows import FEDERATIONS
 
 SCRIPT = Path(__file__).parent / "cifar.py"
@@ -67,6 +68,11 @@ class Job(NamedTuple):
     federation: str
     row: str
     options: list[str]
+    lr: float = 0.0  # that is tried; 0: the row is run
+
+    @property
+    def what(self) -> str:
+        return f"{self.federation}, {self.row}" + (f", tuning {self.lr:g}" if self.lr else "")
 
 
 def jobs(word: str) -> list[Job]:
@@ -86,13 +92,28 @@ def jobs(word: str) -> list[Job]:
     return found
 
 
+def with_tuning(jobs: Sequence[Job], work: Path) -> list[Job]:
+    """The jobs, and before the first of every row that has no learning rate yet those that are to be tried."""
+    found, tried = list[Job](), tunings(work)
+    for job in jobs:
+        federation, row, options, _ = job
+        known = chosen(federation, row, tried) is not None or any(o.startswith("--lr") for o in options)
+        if not known and not any(other[:2] == job[:2] for other in found):
+            done = {t["lr"] for t in tried if (t["federation"], t["row"]) == job[:2]}
+            own = [o for o in options if not o.startswith("--seed")]
+            rates = FEDERATIONS[federation].rows[row].rates
+            found += [Job(federation, row, own, lr) for lr in rates if lr not in done]
+        found.append(job)
+    return found
+
+
 class Queue:
     """Rows that run until the time is over, in one lane or in several that take what is next."""
 
     def __init__(self, jobs: Sequence[Job], end: float, more: Sequence[str]) -> None:
         self.jobs, self.end, self.more = list(jobs), end, list(more)
-        self._running: set[tuple[str, str]] = set()
-        self._lock = Lock()
+        self._running: list[Job] = []
+        self._changed = Condition()
 
     def run(self, out: Path, environment: Mapping[str, str]) -> bool:
         """One lane, until there is nothing that it could take. Whether all its processes ended well."""
@@ -100,33 +121,36 @@ class Queue:
         fine = True
         while job := self._next():
             fine = self._ends_well(job, out, environment) and fine
-            self._running.remove(job[:2])
+            with self._changed:
+                self._running.remove(job)
+                self._changed.notify_all()
         return fine
 
     def _next(self) -> Job | None:
-        """The first job whose row no other lane runs, which may be tuning it."""
-        with self._lock:
-            job = next((job for job in self.jobs if job[:2] not in self._running), None)
-            if job:
-                self.jobs.remove(job)
-                self._running.add(job[:2])
-            return job
+        """The first job whose row is not being tuned; waits for one."""
+        with self._changed:
+            while self.jobs:
+                tuning = {job[:2] for job in (*self._running, *self.jobs) if job.lr}
+                if job := next((job for job in self.jobs if job.lr or job[:2] not in tuning), None):
+                    self.jobs.remove(job)
+                    self._running.append(job)
+                    return job
+                self._changed.wait()
+            return None
 
     def _ends_well(self, job: Job, out: Path, environment: Mapping[str, str]) -> bool:
         for attempt in range(TRIES):
             left = self.end - time.monotonic()
             if left < SHORTEST:
                 return True  # the next command goes on
-            command = [sys.executable, str(SCRIPT), job.federation, "--rows", job.row, "--tune-first"]
+            how = ["--tune", f"--lr={job.lr}"] if job.lr else ["--tune-first"]
+            command = [sys.executable, str(SCRIPT), job.federation, "--rows", job.row, *how]
             command += ["--out", str(out), "--minutes", f"{left / 60:.3f}", *self.more, *job.options]
             with (out / "log.txt").open("a") as log:
                 code = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
             if code == 0:
                 return True
-            print(
-                f"{job.federation}, {job.row}: ended with {code}, try {attempt + 1} of {TRIES}; see {log.name}",
-                flush=True,
-            )
+            print(f"{job.what}: ended with {code}, try {attempt + 1} of {TRIES}; see {log.name}", flush=True)
             time.sleep(3.0)
         return False
 
@@ -137,12 +161,13 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=0, help="so many processes take from one queue of all the words")
     parser.add_argument("--minutes", type=float, required=True, help="stop cleanly before so many")
     parser.add_argument("--out", type=Path, default=Path("runs/cifar-out"), help="a folder of results for every lane")
+    parser.add_argument("--work", type=Path, default=Path("runs/cifar"), help="run folders")
     args, more = parser.parse_known_args()
     end = time.monotonic() + 60 * args.minutes
     many = args.lanes or len(args.queues)
-    more.append(f"--beside={many}")
+    more += [f"--work={args.work}", f"--beside={many}"]
     if args.lanes:
-        queue = Queue([job for word in args.queues for job in jobs(word)], end, more)
+        queue = Queue(with_tuning([job for word in args.queues for job in jobs(word)], args.work), end, more)
         lanes = [(f"lane-{i}", queue) for i in range(many)]
     else:
         lanes = [(re.sub(r"[^\w.]+", "-", word), Queue(jobs(word), end, more)) for word in args.queues]

@@ -56,8 +56,11 @@ def test_pieces_on_two_machines_are_one_run(small: ModuleType, tmp_path: Path, m
     for key in ("endings", "curves", "loss", "bytes_up", "partition_hash"):
         assert whole[key] == pieces[key]
     assert set(whole["endings"]) == {"as it is", "fine-tuned@0.01"}
-    *tried, kept = call(small, monkeypatch, *plain, "--tune", "--work", tmp_path / "w", "--out", tmp_path / "o")
-    assert tried
+    there = ("--work", tmp_path / "w", "--out", tmp_path / "o")
+    with pytest.raises(SystemExit, match=r"--tune tries 0.02, 0.1, 1e.30, not 0.05$"):
+        call(small, monkeypatch, *plain, "--tune", *there)
+    tried, kept = call(small, monkeypatch, *plain, "--tune", "--lr", "0.1", *there)  # one of its rates alone
+    assert tried["lr"] == 0.1
     assert kept == whole  # later commands leave a folder's rows alone
     assert len(whole["endings"]["as it is"]["test"]) == 3
 

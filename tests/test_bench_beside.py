@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ def test_rows_side_by_side_start_again_when_a_process_fails(tmp_path: Path, monk
 
 def test_a_queue_of_rows_may_go_on_with_other_options() -> None:
     jobs = script("cifar_beside").jobs
-    assert jobs("budgets:fedcs,feduniform+silos:ditto:--seed=1,--lr=0.05") == [
+    assert [job[:3] for job in jobs("budgets:fedcs,feduniform+silos:ditto:--seed=1,--lr=0.05")] == [
         ("budgets", "fedcs", []),
         ("budgets", "feduniform", []),
         ("silos", "ditto", ["--seed=1", "--lr=0.05"]),
@@ -63,7 +64,7 @@ def test_a_federation_alone_means_what_its_table_lacks(
         kept.kept_in("devices", row, 0).write_text("{}")
     kept.kept_in("devices", "fedavg", 0).write_text(json.dumps(made_up(0, 0.8)))
     assert kept.lacking("devices") == {"fedavg": [1], "fedbabu": [0], "perfedrlnas-mobilenetv3": [1]}
-    assert script("cifar_beside").jobs("devices::--rounds=5") == [
+    assert [job[:3] for job in script("cifar_beside").jobs("devices::--rounds=5")] == [
         ("devices", "fedbabu", ["--seed=0", "--rounds=5"]),
         ("devices", "fedavg", ["--seed=1", "--rounds=5"]),
         ("devices", "perfedrlnas-mobilenetv3", ["--seed=1", "--rounds=5"]),
@@ -77,29 +78,47 @@ def test_a_federation_alone_means_what_its_table_lacks(
     assert "not run yet with seed 1 |" in row
 
 
-def test_lanes_take_what_is_next_and_never_two_seeds_of_a_row_at_once(
+def test_lanes_try_rates_beside_each_other_and_run_rows_when_these_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside = script("cifar_beside")
-    both, running, ran = Barrier(2), [], []
+    beside, kept = script("cifar_beside"), script("cifar_kept")
+    monkeypatch.setattr(kept, "RESULTS", tmp_path / "none")
+    work = tmp_path / "work"
+    known = {"federation": "silos", "row": "spider", "val": 0.5}
+    for lr in (0.01, 0.02, 0.03):
+        kept_at = work / f"tune-{lr}" / "tune.json"
+        kept_at.parent.mkdir(parents=True)
+        kept_at.write_text(json.dumps(known | {"lr": lr}))
+    both, ran, tuning = Barrier(2), [], Counter()
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
-        row, seed = command[command.index("--rows") + 1], command[-1]
-        assert row not in running
-        running.append(row)
-        if seed == "--seed=0":
-            both.wait(timeout=20)  # the two rows do run at the same time
-        ran.append((row, seed))
-        running.remove(row)
+        row, how = command[command.index("--rows") + 1], command[command.index("--rows") + 2 :]
+        assert how[0] == ("--tune" if how[1].startswith("--lr=") else "--tune-first")
+        if how[0] == "--tune":
+            tuning[row] += 1
+            if how[1] in ("--lr=0.01", "--lr=0.03"):
+                both.wait(timeout=20)  # two rates of Ditto are tried at the same time
+            ran.append((row, how[1]))
+            tuning[row] -= 1
+        else:
+            assert not tuning[row]
+            both.wait(timeout=20)  # and so are the two seeds
+            ran.append((row, command[-1]))
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(beside.subprocess, "run", run)
     monkeypatch.setattr(beside.time, "sleep", lambda _: None)
     monkeypatch.setattr(beside.shutil, "which", lambda _: None)
     words = ["silos:ditto:--seed=0+silos:ditto:--seed=1", "silos:spider:--seed=0+silos:spider:--seed=1", "--lanes", "2"]
-    monkeypatch.setattr(sys, "argv", ["", *words, "--minutes", "9", "--out", str(tmp_path)])
+    more = ["--minutes", "9", "--out", str(tmp_path / "out"), "--work", str(work)]
+    monkeypatch.setattr(sys, "argv", ["", *words, *more])
     with pytest.raises(SystemExit) as ended:
         beside.main()
     assert ended.value.code == 0
-    assert sorted(ran) == [(row, f"--seed={seed}") for row in ("ditto", "spider") for seed in (0, 1)]
-    assert {path.name for path in tmp_path.iterdir()} == {"lane-0", "lane-1"}
+    assert sorted(ran) == [
+        *(("ditto", f"--lr={lr}") for lr in (0.01, 0.03, 0.06, 0.1)),
+        *(("ditto", f"--seed={seed}") for seed in (0, 1)),
+        ("spider", "--lr=0.06"),  # the one that was not tried yet
+        *(("spider", f"--seed={seed}") for seed in (0, 1)),
+    ]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"lane-0", "lane-1"}
