@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -96,7 +97,8 @@ class Lane:
         One that found no room, or that somebody stopped, is whole as far as it went: what it took is the lane's, for
         the next one. A void one's memory goes with the last step that has some of it.
         """
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # of one that found no room to begin with
             graph.capture_end()
             return
         # torch before 2.13 would take it for under way and free no memory ever again; before 2.8 this has another name
