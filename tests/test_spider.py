@@ -274,7 +274,7 @@ def test_a_perturbed_network_is_the_one_without_the_operation() -> None:
     for keep in question.candidates:
         other = SPACE.build_keep(keep).train()  # statistics of the images at hand
         other.load_state_dict(SPACE.cut_keep(weights, keep), strict=False)
-        perturbed = Perturbed(net, SPACE, keep).eval()
+        perturbed = Perturbed(net, SPACE).at(keep).eval()
         torch.testing.assert_close(perturbed(x), other(x))
         assert perturbed.cost == SPACE.cost_keep(keep)
     assert all(torch.equal(net.state_dict()[n], t) for n, t in before.items())  # running statistics are untouched

@@ -99,7 +99,7 @@ def test_a_gated_network_is_scored_like_a_perturbed_one(images: int) -> None:
     net, there = gated(SPACE, weights, keep).eval(), cut(SPACE, weights, keep).eval()
     before = {n: t.clone() for n, t in tensors_of(net).items() if not n.startswith("gates")}
     for tried in (without, keep):
-        perturbed = Perturbed(there, SPACE, tried).eval()  # type: ignore[arg-type]
+        perturbed = Perturbed(there, SPACE).at(tried).eval()  # type: ignore[arg-type]
         torch.testing.assert_close(net.at(tried)(x), perturbed(x))  # type: ignore[arg-type]
         assert net.cost == perturbed.cost
     assert all(torch.equal(tensors_of(net)[n], t) for n, t in before.items())
@@ -197,3 +197,25 @@ def test_a_decision_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (last["step"], last["network"]) == (many, many)  # now the networks are cut
     assert (after["step"], after["network"]) == (0, many)
     assert not any(c.total() for c in rest)
+
+
+def test_candidates_that_all_clients_score_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, many = Counter[str](), 3
+    pretend(monkeypatch)
+    forward = replay.Forward
+
+    class Pass(forward):  # type: ignore[misc, valid-type]
+        def __init__(self, *how: Any) -> None:
+            passes["captured"] += 1
+            super().__init__(*how)
+
+    monkeypatch.setattr(replay, "Forward", Pass)
+    changes = {"rounds": 40, "clients": many, "participants": many, "local__epochs": 0.05}
+    setup = prepare(config_of("global-perturbation", "darts", **SMALL, **changes))
+    federation, _ = setup.federation(CPU, 1, say=lambda _: None)
+    state, deciding = federation.begin(), 0
+    for _ in range(5):
+        task = federation.method.ask(state.server, federation.job.seats[0])
+        deciding += "candidates" in task.extra
+        federation.round(state, lambda event: None)
+    assert passes["captured"] == many * deciding > 0

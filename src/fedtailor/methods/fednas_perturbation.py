@@ -24,6 +24,7 @@ from ..search.perturbation import (
     Search,
     accuracy,
     answered,
+    candidates,
     cells_of,
     questions,
     require_supernet,
@@ -79,15 +80,15 @@ class GlobalPerturbation(FedAvg):
 
     def ask(self, server: Server, client: Seat) -> Task:
         task, search = self.shared(server), Search(**server.search)
-        candidates = [keep for question in self._questions(server) for keep in question.candidates]
-        extra = {"candidates": _masks(cells_of(server.space), candidates)} if candidates else {}
+        keeps = [keep for question in self._questions(server) for keep in question.candidates]
+        extra = {"candidates": _masks(cells_of(server.space), keeps)} if keeps else {}
         return Task(task.weights, task.arch, extra, {"over": search.over})
 
     async def work(self, task: Task, client: Client) -> Reply:
         require_val(client)
         net = client.build(task)
-        candidates = _keeps(task.extra["candidates"]) if task.extra else []
-        found = [await accuracy(client, net, keep) for keep in candidates]  # of the shared weights, as they came
+        look, keeps = candidates(client, net), _keeps(task.extra["candidates"]) if task.extra else []
+        found = [await accuracy(client, look, keep) for keep in keeps]  # of the shared weights, as they came
         loss = await client.fit(net, on="train+val" if task.facts["over"] and self.merge_val else "train")
         extra = {"accuracies": torch.tensor(found, dtype=torch.float64)} if found else {}
         return Reply(client.take(net), task.arch, extra, {"loss": loss})

@@ -26,7 +26,7 @@ from ..method import Card, Job, Reply, Seat, Server, Task
 from ..options import Count, NonNegative, Positive
 from ..registry import register
 from ..search import perturbation
-from ..search.perturbation import Search, accuracy, cells_of, decide, network, own, searching, share
+from ..search.perturbation import Search, accuracy, candidates, cells_of, decide, network, own, searching, share
 from ..search.phases import Phases
 from ..search.spider_milenas import discrete, is_relaxed, mixture, relaxed, require_relaxable, train_relaxed
 from ..spaces.base import Space, Weights
@@ -127,7 +127,7 @@ class Spider(FedAvg):
             search = search.ended(discrete(v)) if is_relaxed(v) else search
             net, before = searching(client, v, search), search
             if self.searcher == "perturbation":  # line 10: Algorithm 2
-                score = partial(accuracy, client, net)
+                score = partial(accuracy, client, candidates(client, net))
                 search = await decide(search, phases.schedule.due(t), score, client.rng("ties"))
             if search != before:
                 net = searching(client, v, search, net)

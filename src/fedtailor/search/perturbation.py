@@ -13,16 +13,18 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import cast
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..engine.client import Client
 from ..errors import UserError
 from ..method import Job, Task
 from ..spaces.base import Arch, Space, Weights
-from ..spaces.darts import Darts, Keep
+from ..spaces.darts import Darts, Gates, Keep
 from ..spaces.darts_ops import EDGES, EDGES_INTO
 from .gated import Gated, by_images, gateable, gated_of, held, norms_of
 
@@ -117,22 +119,40 @@ class Perturbed(nn.Module):
     belong to the network with all its operations. They stay as they are, which in that code they do not.
     """
 
-    def __init__(self, net: nn.Module, space: Darts, keep: Keep) -> None:
+    def __init__(self, net: nn.Module, space: Darts) -> None:
         super().__init__()
-        self.net, self.cost = net, space.cost_keep(keep)
-        device = next(net.parameters()).device
-        self.gates = tuple(rows.to(device) for rows in space.gates_of(keep))
-        self.norms = norms_of(net)
+        self.net, self.cells_of = net, space
+
+    @cached_property
+    def norms(self) -> list[_BatchNorm]:
+        return norms_of(self.net)
+
+    @cached_property
+    def gates(self) -> Gates:
+        normal, reduce = self.cells_of.gates_of(self.cells_of.full_keep)
+        device = next(self.net.parameters()).device
+        return normal.to(device), reduce.to(device)
+
+    def at(self, keep: Keep) -> Perturbed:
+        """The same with other operations."""
+        self.cost = self.cells_of.cost_keep(keep)
+        for own, rows in zip(self.gates, self.cells_of.gates_of(keep), strict=True):
+            own.copy_(rows)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         with by_images(self.norms, len(x)):
             return self.net(x, self.gates)
 
 
-async def accuracy(client: Client, net: nn.Module, keep: Keep) -> float:
+def candidates(client: Client, net: nn.Module) -> Gated | Perturbed:
+    """A network's candidates, one at a time. Where passes are captured, one serves all of them."""
+    return net if isinstance(net, Gated) else Perturbed(net, cells_of(client.space))
+
+
+async def accuracy(client: Client, look: Gated | Perturbed, keep: Keep) -> float:
     """The network's accuracy on the client's val with the operations of `keep` alone."""
-    gated = isinstance(net, Gated)
-    return await client.score(net.at(keep) if gated else Perturbed(net, cells_of(client.space), keep))
+    return await client.score(look.at(keep))
 
 
 # when ---------------------------------------------------------------------------------------------------------------
