@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import test_gpu
 from fedtailor.config import Local
@@ -19,7 +24,7 @@ from fedtailor.spaces.measure import parameters_of, tensors_of
 from fedtailor.spaces.mobilenetv2 import MobileNetV2
 from fedtailor.spaces.slim import Slim, choosers, slimmable
 from fedtailor.spaces.tiny import Tiny
-from fedtailor.spaces.usnet import forward_at, sandwich
+from fedtailor.spaces.usnet import distilled, forward_at, sandwich
 
 HERE = torch.device("cpu")
 
@@ -84,6 +89,58 @@ def test_steps_with_masks_are_those_of_networks_that_are_cut_out(dropout: float)
         assert int(made.state()[-1]) == 3  # the next job starts at the first row again
     for mine, other in zip(*ends, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.many[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_are_added_up_at_once_and_to_the_bit(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of several networks of one supernet, as backward() adds them up tensor by tensor."""
+    space, rng = MobileNetV2((1, 8, 8), 3), rng_of("sums")
+    archs, (x, y) = sandwich(space, rng, 4)[1:], batch()
+    half, real = precision == "bf16", torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: half if kind == "cuda" else real(kind))
+
+    def lowered() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False)
+
+    one, other = supernet(space).float(), supernet(space).float()
+    made = SandwichStep(space, Local(lr=0.1), True).make([one], (0.1, table([archs])))
+    with lowered(), Counted() as ours:
+        loss = made.step(x.float(), y)
+
+    slim, own = Slim(space, HERE), parameters_of(other)
+
+    def logits() -> Iterator[Tensor]:
+        yield other(x.float())
+        for arch in archs:
+            lent = slim.lend({n: own[n].detach() for n in slim.names}, torch.tensor(arch, dtype=torch.float32))
+            there = {n: own[n] * (t != 0) for n, t in lent.items()}
+            yield functional_call(other, there, (x.float(),))
+
+    with lowered(), Counted() as theirs:
+        losses = [loss.backward() or loss.detach() for loss in distilled(logits(), y)]
+    assert torch.equal(loss, torch.stack(losses).sum() / 4)
+    for mine, their in zip(one.parameters(), other.parameters(), strict=True):
+        assert mine.grad is not None
+        assert their.grad is not None
+        assert torch.equal(mine.grad, their.grad)
+    tensors = len(own)
+    assert theirs.many["add_"] >= 3 * tensors
+    assert ours.many["add_"] <= 3
+    assert ours.many["mul"] < tensors < theirs.many["mul"]
+    if half:
+        assert ours.many["_to_copy"] < theirs.many["_to_copy"] / 2
 
 
 def test_candidates_by_masks_are_networks_of_their_own() -> None:
