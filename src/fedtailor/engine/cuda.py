@@ -11,6 +11,7 @@ for the one job. Batches lie on the device, drawn and augmented before the repla
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -77,15 +78,16 @@ class CudaEngine(LocalEngine):
 
     def plan(self, largest: Cost, batch: int, clients: int) -> None:
         """Says what the card will hold, and lowers what is under way at once where that would not fit."""
-        each = SLACK * largest.training_memory(batch) + WORKSPACE
+        images = batch / 2 if self.precision == "bf16" else batch  # whose activations take half the room
+        each = SLACK * largest.training_memory(math.ceil(images)) + WORKSPACE
         kept = SLACK * largest.training_memory(0) + BUFFER + WORKSPACE  # activations are the lane's, for all its steps
         free = self._free()
         self.at_once, self.crowd = (max(1, min(most, int(free / each))) for most in (self.at_once, self.crowd))
-        more = int((free - self.at_once * each) / 2 / kept)
-        self.slots.most = max(self.at_once, min(self.slots.most, self.at_once + more))
+        busy = min(clients, self.at_once)  # lanes, in a round
+        self.slots.most = max(self.at_once, min(self.slots.most, busy + int((free - busy * each) / 2 / kept)))
         self._say(
             f"GPU: {free / 2**30:.0f} GiB free; training the largest network takes about {each / 2**30:.2f} GiB, so "
-            f"{min(clients, self.at_once)} clients train side by side; up to {self.slots.most} captured steps are kept"
+            f"{busy} clients train side by side; up to {self.slots.most} captured steps are kept"
         )
 
     # networks ---------------------------------------------------------------------------------------------------
