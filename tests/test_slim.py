@@ -16,7 +16,7 @@ import test_gpu
 from fedtailor.config import Local
 from fedtailor.engine.jobs import Made
 from fedtailor.engine.local import ready
-from fedtailor.search.pruning import Candidate, candidates
+from fedtailor.search.pruning import Candidate, candidates, shrink
 from fedtailor.search.usnet import SandwichStep, table
 from fedtailor.seeds import rng_of
 from fedtailor.spaces.layers import Norm
@@ -144,18 +144,35 @@ def test_gradients_are_added_up_at_once_and_to_the_bit(precision: str, monkeypat
 
 
 def test_candidates_by_masks_are_networks_of_their_own() -> None:
+    """Whatever is kept of the arch that they are cuts of."""
     space = MobileNetV2((1, 8, 8), 3)
     weights, (x, _) = tensors_of(supernet(space)), batch(20)
     learnt = {n: t.detach() for n, t in weights.items() if "running" not in n}
-    look = candidates(space, learnt, captures=True)
-    seen = set()
-    for arch in (space.largest, space.uniform(0.5), space.sample(rng_of("look"))):
-        slim, cut = look(arch).eval(), Candidate(space, learnt, arch).eval()
-        torch.testing.assert_close(slim(x), cut(x), rtol=1e-7, atol=1e-9)
-        assert slim.cost == cut.cost == space.cost(arch)
-        seen.add(id(slim))
-    assert len(seen) == 1  # one network, whose pass can be captured
-    assert isinstance(candidates(space, learnt, captures=False)(space.largest), Candidate)
+    look, seen = candidates(space, learnt, captures=True), set()
+    for whole in (space.largest, space.uniform(0.8), space.sample(rng_of("look"))):
+        cuts = [c for d in range(len(whole)) if (c := shrink(space, whole, d, 0.25)) is not None]
+        for arch in (*cuts[::5], cuts[1], cuts[-1], whole):
+            slim, cut = look(arch, whole).eval(), Candidate(space, learnt, arch).eval()
+            torch.testing.assert_close(slim(x), cut(x), rtol=1e-7, atol=1e-9)
+            assert slim.cost == cut.cost == space.cost(arch)
+            seen.add(id(slim))
+    assert len(seen) <= 10  # whose passes can be captured: one that looks at the whole too, and one from each part on
+    assert isinstance(candidates(space, learnt, captures=False)(space.largest, space.largest), Candidate)
+
+
+def test_a_cut_is_looked_at_from_where_it_begins() -> None:
+    space = MobileNetV2((1, 8, 8), 3)
+    weights, (x, _) = tensors_of(supernet(space)), batch(20)
+    look = candidates(space, {n: t.detach() for n, t in weights.items() if "running" not in n}, captures=True)
+    many = {}
+    for group in ("stem", "stem", "stage3.expand1", "stage7"):
+        arch = shrink(space, space.largest, space.groups.index(group), 0.25)
+        assert arch is not None
+        net = look(arch, space.largest).eval()
+        with Counted() as found:
+            net(x)
+        many[group, len(many)] = found.many["convolution"]
+    assert list(many.values()) == [104, 52, 52 - 1 - 2 - 6, 1 + 3]
 
 
 @pytest.mark.parametrize("place", ["pretence", pytest.param("cuda", marks=test_gpu.on_a_gpu)])
