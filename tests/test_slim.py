@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import test_gpu
 from fedtailor.config import Local
@@ -25,6 +22,7 @@ from fedtailor.spaces.mobilenetv2 import MobileNetV2
 from fedtailor.spaces.slim import Slim, choosers, slimmable
 from fedtailor.spaces.tiny import Tiny
 from fedtailor.spaces.usnet import distilled, forward_at, sandwich
+from tools import Counted
 
 HERE = torch.device("cpu")
 
@@ -89,18 +87,6 @@ def test_steps_with_masks_are_those_of_networks_that_are_cut_out(dropout: float)
         assert int(made.state()[-1]) == 3  # the next job starts at the first row again
     for mine, other in zip(*ends, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)
-
-
-class Counted(TorchDispatchMode):
-    """Counts operations that compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.many = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.many[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

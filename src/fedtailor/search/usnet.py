@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from torch.func import functional_call
 
 from ..data.batches import steps_for
 from ..engine.client import Client
-from ..engine.halved import Halved
+from ..engine.halved import lending
 from ..engine.jobs import Made, Measured, Recipe, Value
 from ..engine.steps import states
 from ..errors import UserError
@@ -68,9 +67,7 @@ def learn(losses: Iterable[Tensor], optimiser: torch.optim.Optimizer, net: nn.Mo
     """A step down the sum of some losses; returns the sum."""
     optimiser.zero_grad()
     weights, total = list(net.parameters()), list[Tensor]()
-    # in bfloat16 all networks read the same filters, turned once; what autocast adds up is added up here
-    halved = Halved(net) if torch.is_autocast_enabled("cuda") else None
-    with contextlib.nullcontext() if halved is None else halved.lent():
+    with lending(net) as halved:
         sums = list[Tensor | None]([None] * len(weights))
         for loss in losses:  # a pass keeps four times as much where one gradient is taken of the sum
             loss.backward()
