@@ -255,3 +255,26 @@ def test_kept_steps_let_go_of_what_clients_have(monkeypatch: pytest.MonkeyPatch)
     assert len(pushes) == 3
     assert sum(map(len, party.engine.slots.free.values())) == 3
     assert not any(ref() is not None for ref in pushes)
+
+
+@pytest.mark.parametrize(("free", "many"), [(0.2, 1), (0.1, 0)])
+def test_a_pass_is_captured_where_a_little_is_free(
+    free: float, many: int, party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [0]
+
+    class Forward(replay.Forward):
+        def __init__(self, *how: Any) -> None:
+            made[0] += 1
+            super().__init__(*how)
+
+    async def work() -> None:
+        client = party.client(0)
+        net = client.build(party.task)
+        for _ in range(3):
+            await client.score(net)
+
+    monkeypatch.setattr(replay, "Forward", Forward)
+    monkeypatch.setattr(party.engine, "_free", lambda: int(free * party.engine.room.size))
+    party.engine.run([("one", work())])
+    assert made == [many]

@@ -45,6 +45,7 @@ WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for
 CROWD = 128  # the most clients whose work is under way at once
 MEMORIES = 0.25  # of the card's memory that what clients keep may take
 SHARE = 0.4  # of the card's memory that must be free to get ready for the next round
+LITTLE = 0.15  # of it that must be free to capture a pass, which keeps no activations and is the first thing to go
 
 
 class CudaEngine(LocalEngine):
@@ -68,7 +69,7 @@ class CudaEngine(LocalEngine):
         self.slots = Slots(self._make, lanes, slots, self.precision)
         self._stacks = Stacks(self.slots)
         self._starter = Starter(self.slots, self.precision, self._tell)
-        self._passes = Passes(self.slots, lambda: self._free() > SHARE * self.room.size)
+        self._passes = Passes(self.slots, lambda: self._free() > LITTLE * self.room.size)
         self._foresee: Callable[[], Sequence[Arch]] | None = None
         self.shelf = Shelf(device, int(MEMORIES * self.room.size))
         self._losses: list[tuple[str, Tensor]] = []  # by label, that nobody has looked at
