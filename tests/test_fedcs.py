@@ -171,7 +171,7 @@ def scripted(space: Space, limit: int, accuracy: dict[Arch, float], ratio: float
     """What is left when accuracies are as written (0 elsewhere) and at most `limit` parameters fit; archs tried."""
     tried: list[Arch] = []
 
-    async def score(arch: Arch) -> float:
+    async def score(arch: Arch, whole: Arch) -> float:
         tried.append(arch)
         return accuracy.get(arch, 0.0)
 

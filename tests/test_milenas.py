@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from fedtailor.kernels.layout import Pointwise
+from fedtailor.nets.darts import mixture_of
 from fedtailor.search.milenas import Cosine, alpha_optimiser, milenas_step
+from fedtailor.spaces.abreast import SideBySide
+from fedtailor.spaces.darts import Darts
+from tools import Counted
 
 
 def toy(**options):
@@ -80,3 +87,40 @@ def test_cosine_restarts_from_the_given_rate() -> None:
         seen.append(lr.item())
     assert seen == pytest.approx([0.001 + 0.024 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)])
     assert all(a > b for a, b in pairwise(seen))
+
+
+def test_filters_in_bfloat16_are_turned_once_for_the_passes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are autocast's, which turns them in every pass."""
+    real = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda" or real(kind))
+    space = Darts((1, 8, 8), 3, channels=4, cells=3, variant="full")
+    torch.manual_seed(0)
+    one = mixture_of(space).module()
+    other = copy.deepcopy(one)
+    batches = [(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])) for _ in range(2)]
+    losses, many = list[Tensor](), list[int]()
+    for mine in (one, other):
+        for module in mine.modules():
+            if isinstance(module, SideBySide):
+                module.lay()
+        weights, alpha = list(mine.train().parameters()), mine.searched().alpha
+        optimisers = torch.optim.SGD(weights, 0.1, momentum=0.9), alpha_optimiser(alpha, 0.01)
+        step = milenas_step(
+            lambda x, y, net=mine: F.cross_entropy(net(x), y),
+            weights,
+            optimisers[0],
+            alpha,
+            optimisers[1],
+            clip=1.0,
+            net=mine if mine is one else None,
+        )
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            for _ in range(2):
+                with Counted() as found:
+                    losses.append(step(*batches))
+                many.append(found.many["_to_copy"])
+    assert torch.equal(losses[1], losses[3])
+    for mine, theirs in zip((*one.parameters(), *one.alpha), (*other.parameters(), *other.alpha), strict=True):
+        assert torch.equal(mine, theirs)
+    filters = sum(type(m) in (nn.Conv2d, Pointwise) and m.groups == 1 for m in one.modules())
+    assert many[1] < many[3] - filters

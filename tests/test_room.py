@@ -54,8 +54,24 @@ def test_steps_that_share_a_lane_are_kept_for_little(
     another = 1.3 * 12 * 2**20 + 2**27 + 2**26  # weights, batches, the libraries' room: no activations
     room = lanes * full + 2 * more * another if more else 32 * full + 8 * another
     monkeypatch.setattr(party.engine, "_free", lambda: int(room) + 1024)
-    party.engine.plan(largest, batch=32, clients=20)
+    party.engine.plan(largest, batch=32, clients=32)
     assert (party.engine.at_once, party.engine.slots.most) == (side_by_side, kept)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_lanes_that_a_round_has_no_use_for_leave_room_for_steps(
+    precision: str, party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest, engine = Cost(activations=1 << 26), party.engine
+    each, another = 1.3 * 32 * 2**26 / (2 if precision == "bf16" else 1) + 2**26, 2**27 + 2**26
+    monkeypatch.setattr(engine, "precision", precision)
+    monkeypatch.setattr(engine, "_free", lambda: int(12 * each + 2 * 7 * another) + 1024)
+    engine.plan(largest, batch=32, clients=12)
+    assert engine.slots.most == 12 + 7
+    engine.slots.most = 96
+    engine.plan(largest, batch=32, clients=5)
+    assert engine.slots.most == 5 + 7 + int(7 * each / 2 / another)
+    assert engine.at_once >= 12  # after the rounds all clients may train
 
 
 def test_scoring_on_a_full_card_comes_to_rest(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,3 +255,26 @@ def test_kept_steps_let_go_of_what_clients_have(monkeypatch: pytest.MonkeyPatch)
     assert len(pushes) == 3
     assert sum(map(len, party.engine.slots.free.values())) == 3
     assert not any(ref() is not None for ref in pushes)
+
+
+@pytest.mark.parametrize(("free", "many"), [(0.2, 1), (0.1, 0)])
+def test_a_pass_is_captured_where_a_little_is_free(
+    free: float, many: int, party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [0]
+
+    class Forward(replay.Forward):
+        def __init__(self, *how: Any) -> None:
+            made[0] += 1
+            super().__init__(*how)
+
+    async def work() -> None:
+        client = party.client(0)
+        net = client.build(party.task)
+        for _ in range(3):
+            await client.score(net)
+
+    monkeypatch.setattr(replay, "Forward", Forward)
+    monkeypatch.setattr(party.engine, "_free", lambda: int(free * party.engine.room.size))
+    party.engine.run([("one", work())])
+    assert made == [many]

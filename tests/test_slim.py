@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ import test_gpu
 from fedtailor.config import Local
 from fedtailor.engine.jobs import Made
 from fedtailor.engine.local import ready
-from fedtailor.search.pruning import Candidate, candidates
+from fedtailor.search.pruning import Candidate, candidates, shrink
 from fedtailor.search.usnet import SandwichStep, table
 from fedtailor.seeds import rng_of
 from fedtailor.spaces.layers import Norm
@@ -19,7 +21,8 @@ from fedtailor.spaces.measure import parameters_of, tensors_of
 from fedtailor.spaces.mobilenetv2 import MobileNetV2
 from fedtailor.spaces.slim import Slim, choosers, slimmable
 from fedtailor.spaces.tiny import Tiny
-from fedtailor.spaces.usnet import forward_at, sandwich
+from fedtailor.spaces.usnet import distilled, forward_at, sandwich
+from tools import Counted
 
 HERE = torch.device("cpu")
 
@@ -86,19 +89,76 @@ def test_steps_with_masks_are_those_of_networks_that_are_cut_out(dropout: float)
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_are_added_up_at_once_and_to_the_bit(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of several networks of one supernet, as backward() adds them up tensor by tensor."""
+    space, rng = MobileNetV2((1, 8, 8), 3), rng_of("sums")
+    archs, (x, y) = sandwich(space, rng, 4)[1:], batch()
+    half, real = precision == "bf16", torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: half if kind == "cuda" else real(kind))
+
+    def lowered() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False)
+
+    one, other = supernet(space).float(), supernet(space).float()
+    made = SandwichStep(space, Local(lr=0.1), True).make([one], (0.1, table([archs])))
+    with lowered(), Counted() as ours:
+        loss = made.step(x.float(), y)
+
+    slim, own = Slim(space, HERE), parameters_of(other)
+
+    def logits() -> Iterator[Tensor]:
+        yield other(x.float())
+        for arch in archs:
+            lent = slim.lend({n: own[n].detach() for n in slim.names}, torch.tensor(arch, dtype=torch.float32))
+            there = {n: own[n] * (t != 0) for n, t in lent.items()}
+            yield functional_call(other, there, (x.float(),))
+
+    with lowered(), Counted() as theirs:
+        losses = [loss.backward() or loss.detach() for loss in distilled(logits(), y)]
+    assert torch.equal(loss, torch.stack(losses).sum() / 4)
+    for mine, their in zip(one.parameters(), other.parameters(), strict=True):
+        assert mine.grad is not None
+        assert their.grad is not None
+        assert torch.equal(mine.grad, their.grad)
+    tensors = len(own)
+    assert theirs.many["add_"] >= 3 * tensors
+    assert ours.many["add_"] <= 3
+    assert ours.many["mul"] < tensors < theirs.many["mul"]
+    if half:
+        assert ours.many["_to_copy"] < theirs.many["_to_copy"] / 2
+
+
 def test_candidates_by_masks_are_networks_of_their_own() -> None:
+    """Whatever is kept of the arch that they are cuts of."""
     space = MobileNetV2((1, 8, 8), 3)
     weights, (x, _) = tensors_of(supernet(space)), batch(20)
     learnt = {n: t.detach() for n, t in weights.items() if "running" not in n}
-    look = candidates(space, learnt, captures=True)
-    seen = set()
-    for arch in (space.largest, space.uniform(0.5), space.sample(rng_of("look"))):
-        slim, cut = look(arch).eval(), Candidate(space, learnt, arch).eval()
-        torch.testing.assert_close(slim(x), cut(x), rtol=1e-7, atol=1e-9)
-        assert slim.cost == cut.cost == space.cost(arch)
-        seen.add(id(slim))
-    assert len(seen) == 1  # one network, whose pass can be captured
-    assert isinstance(candidates(space, learnt, captures=False)(space.largest), Candidate)
+    look, seen = candidates(space, learnt, captures=True), set()
+    for whole in (space.largest, space.uniform(0.8), space.sample(rng_of("look"))):
+        cuts = [c for d in range(len(whole)) if (c := shrink(space, whole, d, 0.25)) is not None]
+        for arch in (*cuts[::5], cuts[1], cuts[-1], whole):
+            slim, cut = look(arch, whole).eval(), Candidate(space, learnt, arch).eval()
+            torch.testing.assert_close(slim(x), cut(x), rtol=1e-7, atol=1e-9)
+            assert slim.cost == cut.cost == space.cost(arch)
+            seen.add(id(slim))
+    assert len(seen) <= 10  # whose passes can be captured: one that looks at the whole too, and one from each part on
+    assert isinstance(candidates(space, learnt, captures=False)(space.largest, space.largest), Candidate)
+
+
+def test_a_cut_is_looked_at_from_where_it_begins() -> None:
+    space = MobileNetV2((1, 8, 8), 3)
+    weights, (x, _) = tensors_of(supernet(space)), batch(20)
+    look = candidates(space, {n: t.detach() for n, t in weights.items() if "running" not in n}, captures=True)
+    many = {}
+    for group in ("stem", "stem", "stage3.expand1", "stage7"):
+        arch = shrink(space, space.largest, space.groups.index(group), 0.25)
+        assert arch is not None
+        net = look(arch, space.largest).eval()
+        with Counted() as found:
+            net(x)
+        many[group, len(many)] = found.many["convolution"]
+    assert list(many.values()) == [104, 52, 52 - 1 - 2 - 6, 1 + 3]
 
 
 @pytest.mark.parametrize("place", ["pretence", pytest.param("cuda", marks=test_gpu.on_a_gpu)])

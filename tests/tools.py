@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtailor.config import Config, Local, load
 from fedtailor.data.batches import Split
@@ -150,3 +152,15 @@ def small_config(method: str, **changes: Any) -> Config:
 def rows(folder: Path) -> list[str]:
     """The event log without measured times."""
     return [line for line in (folder / "events.csv").read_text().splitlines() if "measured_seconds" not in line]
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.many[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))

@@ -55,6 +55,7 @@ class Client:
         self._engine = engine
         self._jobs = 0  # numbers this client's jobs, so that each draws its own batches
         self._stream: Stream | None = None  # of the latest fit
+        self._few = dict[tuple[str, int], Split]()  # of a split's images, so many
         self.log_prior = self._log_prior(train) if job.local.prior else None
 
     @property
@@ -309,9 +310,12 @@ class Client:
         split = self._split(name)
         if images >= split.size:
             return split
-        picked = np.sort(self.rng("some").choice(split.size, images, replace=False)) + split.start
-        at = torch.from_numpy(picked).to(split.labels.device)
-        return replace(split, images=split.images[at], labels=split.labels[at], start=0, size=images)
+        if (name, images) not in self._few:
+            picked = np.sort(self.rng("some").choice(split.size, images, replace=False)) + split.start
+            at = torch.from_numpy(picked).to(split.labels.device)
+            few = replace(split, images=split.images[at], labels=split.labels[at], start=0, size=images)
+            self._few[name, images] = few
+        return self._few[name, images]
 
     async def _settle(self, net: nn.Module) -> None:
         """Gives a network that is trained for keeps statistics to start from, where it has none: from 0 and 1 they need

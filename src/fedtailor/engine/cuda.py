@@ -11,6 +11,7 @@ for the one job. Batches lie on the device, drawn and augmented before the repla
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for
 CROWD = 128  # the most clients whose work is under way at once
 MEMORIES = 0.25  # of the card's memory that what clients keep may take
 SHARE = 0.4  # of the card's memory that must be free to get ready for the next round
+LITTLE = 0.15  # of it that must be free to capture a pass, which keeps no activations and is the first thing to go
 
 
 class CudaEngine(LocalEngine):
@@ -67,7 +69,7 @@ class CudaEngine(LocalEngine):
         self.slots = Slots(self._make, lanes, slots, self.precision)
         self._stacks = Stacks(self.slots)
         self._starter = Starter(self.slots, self.precision, self._tell)
-        self._passes = Passes(self.slots, lambda: self._free() > SHARE * self.room.size)
+        self._passes = Passes(self.slots, lambda: self._free() > LITTLE * self.room.size)
         self._foresee: Callable[[], Sequence[Arch]] | None = None
         self.shelf = Shelf(device, int(MEMORIES * self.room.size))
         self._losses: list[tuple[str, Tensor]] = []  # by label, that nobody has looked at
@@ -77,15 +79,16 @@ class CudaEngine(LocalEngine):
 
     def plan(self, largest: Cost, batch: int, clients: int) -> None:
         """Says what the card will hold, and lowers what is under way at once where that would not fit."""
-        each = SLACK * largest.training_memory(batch) + WORKSPACE
+        images = batch / 2 if self.precision == "bf16" else batch  # whose activations take half the room
+        each = SLACK * largest.training_memory(math.ceil(images)) + WORKSPACE
         kept = SLACK * largest.training_memory(0) + BUFFER + WORKSPACE  # activations are the lane's, for all its steps
         free = self._free()
         self.at_once, self.crowd = (max(1, min(most, int(free / each))) for most in (self.at_once, self.crowd))
-        more = int((free - self.at_once * each) / 2 / kept)
-        self.slots.most = max(self.at_once, min(self.slots.most, self.at_once + more))
+        busy = min(clients, self.at_once)  # lanes, in a round
+        self.slots.most = max(self.at_once, min(self.slots.most, busy + int((free - busy * each) / 2 / kept)))
         self._say(
             f"GPU: {free / 2**30:.0f} GiB free; training the largest network takes about {each / 2**30:.2f} GiB, so "
-            f"{min(clients, self.at_once)} clients train side by side; up to {self.slots.most} captured steps are kept"
+            f"{busy} clients train side by side; up to {self.slots.most} captured steps are kept"
         )
 
     # networks ---------------------------------------------------------------------------------------------------

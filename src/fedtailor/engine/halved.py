@@ -60,6 +60,17 @@ class Halved:
             torch._foreach_copy_(turned, halves)
 
 
+@contextlib.contextmanager
+def lending(net: nn.Module) -> Iterator[Halved | None]:
+    """Filters that are turned once for all that a step of a method's own reads of them; None: it does not turn any."""
+    if not torch.is_autocast_enabled("cuda"):
+        yield None
+        return
+    halved = Halved(net)
+    with halved.lent():
+        yield halved
+
+
 def _block(tensor: Tensor) -> int:
     """Where the memory begins that a tensor lies in, alone or with neighbours."""
     return tensor.untyped_storage().data_ptr()

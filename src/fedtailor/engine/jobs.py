@@ -83,6 +83,7 @@ class Loop(Job):
     seed: int = 0
     values: tuple[Value, ...] = ()  # for a recipe
     undo: Callable[[], None] | None = None  # makes up for a first step that was broken off; None: nobody can
+    ready: bool = False  # all that the step needs is there before the first one, so that no step has to be run for it
 
     def made(self) -> Callable[..., Tensor]:
         return self.step.make(self.nets, self.values).step if isinstance(self.step, Recipe) else self.step

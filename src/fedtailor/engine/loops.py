@@ -24,33 +24,42 @@ FULL = "the GPU's memory is full"  # an obstacle that need not be there the next
 
 
 class OwnStep(Replay):
-    """A method's own step: the first one is run, the rest replayed."""
+    """A method's own step: the first one is run, unless all is ready for a capture, and the rest replayed."""
 
     nets: tuple[nn.Module, ...]
 
-    def _begin(self, own: Callable[..., Tensor], obstacle: str = "") -> None:
-        """Runs the first step and captures the others, unless there is a known obstacle."""
+    def _begin(self, own: Callable[..., Tensor], obstacle: str = "", ready: bool = False) -> None:
+        """Runs the first step, unless all is ready, and captures the others, unless there is a known obstacle."""
 
         def step() -> Tensor:
             pairs = self.batches()
             return own(*(pairs[0] if len(pairs) == 1 else pairs))
 
+        self.step, self.obstacle = step, obstacle if self.steps > 1 else "one step"
+        if ready and not self.obstacle:
+            self._record()
+            if not self.obstacle:
+                return
         with torch.cuda.stream(self.stream):  # optimiser states and workspaces are made outside the capture
             with lowered(self.precision):
                 self.total += step()
             self.counter += 1
         self.done = 1
-        self.step, self.obstacle = step, obstacle if self.left else "one step"
-        if self.obstacle:
-            return
+        if not self.obstacle:
+            self._record()
+
+    def _record(self) -> None:
+        """Captures a step, or says what is in the way."""
         gradients = [(p, p.grad) for net in self.nets for p in net.parameters()]
         try:
-            with_all_there_is(lambda: self.capture(step))
+            with_all_there_is(lambda: self.capture(self.step))
             return
         except Cannot as reason:
             self.obstacle = str(reason)
-        except torch.OutOfMemoryError:  # the first step is done and cannot be done again
-            self.obstacle = FULL
+        except torch.OutOfMemoryError:
+            if not self.done:  # whoever began it may make room and begin again
+                raise
+            self.obstacle = FULL  # the first step is done and cannot be done again
             del self.graph
         for parameter, gradient in gradients:  # those of the capture were never computed
             parameter.grad = gradient
@@ -82,7 +91,7 @@ class LoopReplay(OwnStep):
             seed_dropout(net, job.seed)
         self.start([drawn(stream, job.steps) for stream in job.streams], job.steps)
         try:
-            self._begin(own, obstacle)
+            self._begin(own, obstacle, job.ready)
         except Exception as error:
             if not is_full(error):
                 raise

@@ -106,7 +106,7 @@ class Estimate:
             layer.momentum = 1.0  # what they hold after a pass is the batch's own
 
     def loop(self, job: Recalibrate) -> Loop:
-        return Loop(self.step, (job.stream,), job.batches, undo=self.undo)
+        return Loop(self.step, (job.stream,), job.batches, undo=self.undo, ready=True)
 
     @torch.no_grad()
     def step(self, images: Tensor, labels: Tensor) -> Tensor:

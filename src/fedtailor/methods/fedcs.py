@@ -126,7 +126,7 @@ class FedCS(FedUniform):
                 self.ratio,
                 fits=lambda arch: affords(seat, arch),
                 need=lambda arch: max(seat.use(arch).values()),
-                score=lambda arch: client.score(look(arch), on="train", images=self.images),
+                score=lambda arch, whole: client.score(look(arch, whole), on="train", images=self.images),
             )
         arch = client.memory["arch"]
         return Task(part_of(client.space, task.weights, arch), arch)

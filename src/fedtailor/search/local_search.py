@@ -91,5 +91,6 @@ class SearchStep(Recipe):
             lamda=self.lamda,
             clip=self.local.clip,
             before=moves,
+            net=net,
         )
         return Made(step, lambda: states(*both) if moves is None else [*states(*both), moves.done])

@@ -10,12 +10,14 @@ in this order, w at the new alpha, as in the authors' code; FedNAS's Algorithm 1
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from ..engine.halved import lending
 
 Batch = tuple[Tensor, Tensor]
 
@@ -40,31 +42,37 @@ def milenas_step(
     clip: float = 0.0,
     before: Callable[[], None] | None = None,
     adjust: Callable[[], None] | None = None,
+    net: nn.Module | None = None,
 ) -> Callable[[Batch, Batch], Tensor]:
     """The step, for `client.loop(step, nets, over=("train", "val"), passes=PASSES)`; it returns the loss on train.
 
     `loss(x, y)` is the objective on a batch, a function of the weights and of alpha (leaf tensors that require
     gradients): with a network that takes gates, `lambda x, y: client.loss(net, x, y, gates_of(alpha))`. `clip` bounds
     the norm of the gradient of w, not of alpha as in the public code. `before` is called first in every step, `adjust`
-    when the gradients of w are there, before they are clipped (SPIDER adds its pull towards the shared weights).
+    when the gradients of w are there, before they are clipped (SPIDER adds its pull towards the shared weights). Of a
+    `net` whose parameters are w, the three passes of a step share filters in bfloat16, where it computes in that.
     """
     weights, alpha = list(weights), list(alpha)
 
     def step(train: Batch, val: Batch) -> Tensor:
         if before is not None:
             before()
-        with closed(weights):
-            slopes = torch.autograd.grad(loss(*train), alpha, materialize_grads=True)
-            if lamda:
-                more = torch.autograd.grad(loss(*val), alpha, materialize_grads=True)
-                slopes = [g + lamda * h for g, h in zip(slopes, more, strict=True)]
-        for a, slope in zip(alpha, slopes, strict=True):
-            a.grad = slope
-        alpha_optimiser.step()
-        weights_optimiser.zero_grad()
-        with closed(alpha):
-            value = loss(*train)
-        value.backward(inputs=weights)
+        with contextlib.nullcontext() if net is None else lending(net) as halved:
+            read = weights if net is None else list(net.parameters())
+            with closed(read):
+                slopes = torch.autograd.grad(loss(*train), alpha, materialize_grads=True)
+                if lamda:
+                    more = torch.autograd.grad(loss(*val), alpha, materialize_grads=True)
+                    slopes = [g + lamda * h for g, h in zip(slopes, more, strict=True)]
+            for a, slope in zip(alpha, slopes, strict=True):
+                a.grad = slope
+            alpha_optimiser.step()
+            weights_optimiser.zero_grad()
+            with closed(alpha):
+                value = loss(*train)
+            value.backward(inputs=read)
+        if halved is not None:
+            halved.hand_over()
         if adjust is not None:
             adjust()
         if clip:
@@ -75,7 +83,7 @@ def milenas_step(
     return step
 
 
-@contextmanager
+@contextlib.contextmanager
 def closed(tensors: Sequence[Tensor]) -> Iterator[None]:
     """What is computed inside needs no gradients of these: kernels of ours do not see what torch is asked for."""
     tensors = [t for t in tensors if t.is_cuda]

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from ..data.batches import steps_for
 from ..engine.client import Client
+from ..engine.halved import lending
 from ..engine.jobs import Made, Measured, Recipe, Value
 from ..engine.steps import states
 from ..errors import UserError
@@ -65,14 +66,33 @@ async def train_usnet(net: nn.Module, client: Client, widths: int) -> Measured:
 def learn(losses: Iterable[Tensor], optimiser: torch.optim.Optimizer, net: nn.Module, clip: float) -> Tensor:
     """A step down the sum of some losses; returns the sum."""
     optimiser.zero_grad()
-    total: list[Tensor] = []
-    for loss in losses:  # a pass keeps four times as much where one gradient is taken of the sum
-        loss.backward()
-        total.append(loss.detach())
+    weights, total = list(net.parameters()), list[Tensor]()
+    with lending(net) as halved:
+        sums = list[Tensor | None]([None] * len(weights))
+        for loss in losses:  # a pass keeps four times as much where one gradient is taken of the sum
+            loss.backward()
+            if halved is not None:
+                halved.hand_over()
+            sums = summed(sums, weights)
+            total.append(loss.detach())
+    for weight, slope in zip(weights, sums, strict=True):
+        weight.grad = slope
     if clip:
         nn.utils.clip_grad_norm_(net.parameters(), clip)
     optimiser.step()
     return torch.stack(total).sum()
+
+
+def summed(sums: Sequence[Tensor | None], weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """The sums with the weights' gradients, which are taken from them: one operation adds up what backward() would add
+    tensor by tensor."""
+    slopes = [w.grad for w in weights]
+    for weight in weights:
+        weight.grad = None
+    both = [(a, b) for a, b in zip(sums, slopes, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [b if a is None else a for a, b in zip(sums, slopes, strict=True)]
 
 
 def table(archs: Sequence[Sequence[Arch]]) -> Tensor:

@@ -8,8 +8,9 @@ serves every width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,21 @@ class Slim:
         """The norms' scales and shifts for an arch, a tensor of its choices: zero for the channels that it lacks."""
         many = (self.least + STEP * arch).index_select(0, self.whose)
         there = (self.place < many).to(self.least).split(self.sizes)
-        lent = torch._foreach_mul([weights[name] for name in self.names], [*there, *there])
-        return dict(zip(self.names, lent, strict=True))
+        lent = _Lent.apply(there, *(weights[name] for name in self.names))
+        return dict(zip(self.names, lent, strict=True))  # type: ignore[arg-type]
+
+
+class _Lent(torch.autograd.Function):
+    """Each tensor times its channels' zeros and ones, and the gradients too: all of them at once, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, there: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.there = [*there, *there]  # of the scales, then of the shifts
+        return tuple(torch._foreach_mul(weights, ctx.there))
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
+        return None, *torch._foreach_mul(slopes, ctx.there)
 
 
 @lru_cache(maxsize=16)
