@@ -11,7 +11,6 @@ for the one job. Batches lie on the device, drawn and augmented before the repla
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -29,10 +28,10 @@ from .local import LocalEngine, Memory, is_full
 from .loops import LoopSlot, OwnStep
 from .outfit import fit_out
 from .passes import Passes
-from .replay import BUFFER, FitSlot, Lane, Replay, Step, no_garbage, on
+from .replay import FitSlot, Lane, Replay, Step, no_garbage, on
 from .room import Room
 from .shelf import Shelf
-from .slots import Slots
+from .slots import SLACK, Slots, sizes
 from .stack import Stacks, equals
 from .starting import Starter, wake_libraries
 from .steps import Estimate
@@ -40,8 +39,6 @@ from .steps import Estimate
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # hardware queues; with the default 8, lanes wait in line
 T = TypeVar("T")
 AHEAD = 128  # steps in the card's queue while a step is captured: a full card does about as many in that time
-SLACK = 1.3  # the most that a network's training memory may be underestimated by
-WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for a captured step
 CROWD = 128  # the most clients whose work is under way at once
 MEMORIES = 0.25  # of the card's memory that what clients keep may take
 SHARE = 0.4  # of the card's memory that must be free to get ready for the next round
@@ -79,10 +76,7 @@ class CudaEngine(LocalEngine):
 
     def plan(self, largest: Cost, batch: int, clients: int) -> None:
         """Says what the card will hold, and lowers what is under way at once where that would not fit."""
-        images = batch / 2 if self.precision == "bf16" else batch  # whose activations take half the room
-        each = SLACK * largest.training_memory(math.ceil(images)) + WORKSPACE
-        kept = SLACK * largest.training_memory(0) + BUFFER + WORKSPACE  # activations are the lane's, for all its steps
-        free = self._free()
+        (each, kept), free = sizes(largest, batch, self.precision), self._free()
         self.at_once, self.crowd = (max(1, min(most, int(free / each))) for most in (self.at_once, self.crowd))
         busy = min(clients, self.at_once)  # lanes, in a round
         self.slots.most = max(self.at_once, min(self.slots.most, busy + int((free - busy * each) / 2 / kept)))

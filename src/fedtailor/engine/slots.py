@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 from torch import nn
 
 from ..spaces.base import Arch, Space
-from ..spaces.measure import drop_gradients
+from ..spaces.measure import Cost, drop_gradients
 from .jobs import Loop
 from .local import Cannot
 from .loops import LoopSlot, Recurring
-from .replay import FitSlot, Lane, Step, with_all_there_is
+from .replay import BUFFER, FitSlot, Lane, Step, with_all_there_is
 
 Kind = tuple[Space, Arch]
+SLACK = 1.3  # the most that a network's training memory may be underestimated by
+WORKSPACE = 64 << 20  # bytes that the matrix and convolution libraries take for a captured step
 NOBODY = -1  # asks before any work has begun; what is given then is taken back when all of it is over
 
 
@@ -205,6 +208,12 @@ class Slots:
         self.loops.clear()
         self._networks.clear()
         self.lanes = self.new_lanes(len(self.lanes))  # the old ones' memory goes with their last step
+
+
+def sizes(network: Cost, batch: int, precision: str) -> tuple[float, float]:
+    """Bytes that a captured step takes, and another one of its lane: activations are the lane's, for all its steps."""
+    images = math.ceil(batch / 2) if precision == "bf16" else batch  # whose activations take half the room
+    return SLACK * network.training_memory(images) + WORKSPACE, SLACK * network.training_memory(0) + BUFFER + WORKSPACE
 
 
 def _count(kept: Mapping[Any, Sequence[object]]) -> int:
