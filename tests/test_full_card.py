@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ from torch import Tensor, nn
 from fedtailor.engine import client as client_room
 from fedtailor.engine import replay, shelf
 from fedtailor.engine.local import Cannot
-from fedtailor.engine.loops import LoopReplay
 from fedtailor.engine.replay import FitSlot, Forwards, Replay
 from fedtailor.engine.slots import Slots
-from fedtailor.engine.steps import Estimate
 from fedtailor.errors import UserError
 from fedtailor.runs.execute import prepare
 from party import Party, Shrinking
@@ -211,68 +208,6 @@ def test_a_first_step_that_was_broken_off_is_not_begun_again(
     with pytest.raises(UserError, match="one: the GPU's memory is full, half way"):
         party.engine.run([("one", work())])
     assert halved == [1]
-
-
-@pytest.mark.parametrize("captured", [True, False])
-def test_statistics_whose_first_pass_was_broken_off_are_estimated_anew(
-    captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Be it while it is recorded, or while it runs because it cannot be."""
-    monkeypatch.setattr("fedtailor.engine.stack.FEWEST", 99)
-    party = Party(monkeypatch, clients=2, participants=2, net__norm="batch", local__bn="recalibrate")
-    real, capture, calls = Estimate.step, Replay.capture, iter(range(99))
-    closed, means, broken = Estimate.close, list[Tensor](), set[int]()
-
-    def break_off() -> None:
-        if next(calls) in broken:
-            raise torch.OutOfMemoryError
-
-    def step(self: Estimate, images: Tensor, labels: Tensor) -> Tensor:
-        found = real(self, images, labels)
-        if not captured:
-            break_off()
-        return found
-
-    def record(slot: Replay, step: Callable[[], Tensor]) -> None:
-        if isinstance(slot, LoopReplay):
-            if not captured:
-                raise Cannot("it reads a value")
-            break_off()
-        capture(slot, step)
-
-    def close(self: Estimate) -> None:
-        closed(self)
-        means.append(torch.cat(self.running))
-
-    monkeypatch.setattr(Estimate, "step", step)
-    monkeypatch.setattr(Estimate, "close", close)
-    monkeypatch.setattr(Replay, "capture", record)
-    party.train(2)
-    calls, broken = iter(range(99)), {0}
-    party.train(2)
-    assert next(calls) >= 3
-    assert len(means) == 4
-    assert torch.equal(means[0], means[2])
-    assert torch.equal(means[1], means[3])
-
-
-def test_statistics_are_estimated_by_replays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    party = Party(monkeypatch, clients=2, participants=2, net__norm="batch", local__bn="recalibrate")
-    real, run, launched = Estimate.step, [0], [0]
-
-    def step(self: Estimate, images: Tensor, labels: Tensor) -> Tensor:
-        run[0] += 1
-        return real(self, images, labels)
-
-    def launch(slot: Replay) -> None:
-        launched[0] += isinstance(slot, LoopReplay)
-        replayed(slot)
-
-    replayed = Replay.launch
-    monkeypatch.setattr(Estimate, "step", step)
-    monkeypatch.setattr(Replay, "launch", launch)
-    party.train(2)
-    assert run == launched == [20]  # what a card would record is run by nobody
 
 
 def test_a_launch_for_which_the_driver_has_no_room_is_tried_again(

@@ -1,21 +1,27 @@
-"""Batch-norm statistics under each policy, by hand: one normalisation, a black and a white pixel in every batch."""
+"""Batch-norm statistics under each policy, by hand: one normalisation, a black and a white pixel in every batch. And
+how a GPU's engine estimates them, in pretence."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedtailor.config import Local
 from fedtailor.engine.client import Client
-from fedtailor.engine.local import LocalEngine
+from fedtailor.engine.local import Cannot, LocalEngine
+from fedtailor.engine.loops import LoopReplay
+from fedtailor.engine.replay import Replay
+from fedtailor.engine.steps import Estimate
 from fedtailor.method import Task
 from fedtailor.methods.fedavg import FedAvg
 from fedtailor.parts import choose, head, learnt
 from fedtailor.split import fit_head
+from party import Party
 from test_family_golden import Normed
 from tools import by_hand
 
@@ -83,3 +89,68 @@ def test_statistics_of_a_part_that_is_not_trained_stay_as_they_are() -> None:
     net = client.build(Task(choose(task.weights, learnt)))
     engine.run([("", fit_head(net, client, head, 1.0))])
     assert statistics(net) == [3, 2]
+
+
+# estimated by a GPU's engine, in pretence ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_statistics_whose_first_pass_was_broken_off_are_estimated_anew(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it while it is recorded, or while it runs because it cannot be."""
+    monkeypatch.setattr("fedtailor.engine.stack.FEWEST", 99)
+    party = Party(monkeypatch, clients=2, participants=2, net__norm="batch", local__bn="recalibrate")
+    real, capture, calls = Estimate.step, Replay.capture, iter(range(99))
+    closed, means, broken = Estimate.close, list[Tensor](), set[int]()
+
+    def break_off() -> None:
+        if next(calls) in broken:
+            raise torch.OutOfMemoryError
+
+    def step(self: Estimate, images: Tensor, labels: Tensor) -> Tensor:
+        found = real(self, images, labels)
+        if not captured:
+            break_off()
+        return found
+
+    def record(slot: Replay, step: Callable[[], Tensor]) -> None:
+        if isinstance(slot, LoopReplay):
+            if not captured:
+                raise Cannot("it reads a value")
+            break_off()
+        capture(slot, step)
+
+    def close(self: Estimate) -> None:
+        closed(self)
+        means.append(torch.cat(self.running))
+
+    monkeypatch.setattr(Estimate, "step", step)
+    monkeypatch.setattr(Estimate, "close", close)
+    monkeypatch.setattr(Replay, "capture", record)
+    party.train(2)
+    calls, broken = iter(range(99)), {0}
+    party.train(2)
+    assert next(calls) >= 3
+    assert len(means) == 4
+    assert torch.equal(means[0], means[2])
+    assert torch.equal(means[1], means[3])
+
+
+def test_statistics_are_estimated_by_replays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    party = Party(monkeypatch, clients=2, participants=2, net__norm="batch", local__bn="recalibrate")
+    real, run, launched = Estimate.step, [0], [0]
+
+    def step(self: Estimate, images: Tensor, labels: Tensor) -> Tensor:
+        run[0] += 1
+        return real(self, images, labels)
+
+    def launch(slot: Replay) -> None:
+        launched[0] += isinstance(slot, LoopReplay)
+        replayed(slot)
+
+    replayed = Replay.launch
+    monkeypatch.setattr(Estimate, "step", step)
+    monkeypatch.setattr(Replay, "launch", launch)
+    party.train(2)
+    assert run == launched == [20]  # what a card would record is run by nobody
