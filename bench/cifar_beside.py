@@ -120,10 +120,12 @@ class Queue:
         out.mkdir(parents=True, exist_ok=True)
         fine = True
         while job := self._next():
-            fine = self._ends_well(job, out, environment) and fine
-            with self._changed:
-                self._running.remove(job)
-                self._changed.notify_all()
+            try:
+                fine = self._ends_well(job, out, environment) and fine
+            finally:  # else lanes that wait for it would wait for ever
+                with self._changed:
+                    self._running.remove(job)
+                    self._changed.notify_all()
         return fine
 
     def _next(self) -> Job | None:

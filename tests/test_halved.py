@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import weight_norm
 
 from conftest import needs_gpu
 from fedtailor.config import Local
@@ -95,6 +96,36 @@ def test_filters_that_do_not_learn_have_no_gradient() -> None:
     found = gradients(net, Halved(net))
     assert frozen.grad is None
     assert sum(g is None for g in found) == 1
+
+
+class Tied(nn.Module):
+    """Two layers with one filter, which the sum of its entries reads as well; and one whose filter is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 1, bias=False), nn.Conv2d(3, 3, 1, bias=False)
+        self.second.weight = self.again = self.first.weight
+        self.normed = weight_norm(nn.Conv2d(3, 4, 1, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normed(self.second(self.first(x))).mean((2, 3)) * self.again.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_filters_that_several_read_get_all_their_gradients() -> None:
+    mine, other = Tied(), Tied()
+    with torch.no_grad():
+        for a, b in zip(mine.parameters(), other.parameters(), strict=True):
+            a.copy_(b)
+    halved = Halved(mine)
+    assert halved.whole == [mine.first.weight]
+    names = [name for name, _ in mine.named_parameters()]
+    for a, b in zip(gradients(mine, halved), gradients(other, None), strict=True):
+        assert a is not None
+        assert b is not None
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * float(b.abs().max()))  # added up in bfloat16
+    assert [name for name, _ in mine.named_parameters()] == names
+    assert mine.second.weight is mine.first.weight
 
 
 def test_a_network_has_its_own_filters_again_after_an_error() -> None:

@@ -21,14 +21,18 @@ class Halved:
     """A network's filters in bfloat16, which lie as the filters do, those that are neighbours too."""
 
     def __init__(self, net: nn.Module) -> None:
-        self.layers = [m for m in net.modules() if type(m) in (nn.Conv2d, Pointwise) and m.groups == 1]
-        self.whole = [cast(nn.Parameter, layer.weight) for layer in self.layers]
+        plain = [m for m in net.modules() if type(m) in (nn.Conv2d, Pointwise) and m.groups == 1]
+        self.layers = [m for m in plain if m._parameters.get("weight") is not None]  # not computed by somebody else
+        read = [cast(nn.Parameter, layer.weight) for layer in self.layers]
+        self.whole = list(dict.fromkeys(read))  # layers may share one
         blocks = {_block(w): _flat(w) for w in self.whole}
         halved = {block: torch.empty_like(flat, dtype=torch.bfloat16) for block, flat in blocks.items()}
         self._from, self._to = list(blocks.values()), list(halved.values())
         places = ((w.shape, w.stride(), w.storage_offset()) for w in self.whole)
         views = (halved[_block(w)].as_strided(*place) for w, place in zip(self.whole, places, strict=True))
         self.halves = [nn.Parameter(view) for view in views]
+        half_of = dict(zip(self.whole, self.halves, strict=True))
+        self._read, self._read_halved = read, [half_of[w] for w in read]  # by layer
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
@@ -37,25 +41,27 @@ class Halved:
             torch._foreach_copy_(self._to, self._from)
         for whole, half in zip(self.whole, self.halves, strict=True):
             half.requires_grad_(whole.requires_grad).grad = None
-        self._place(self.halves)
+        self._place(self._read_halved)
         try:
             yield
         finally:
-            self._place(self.whole)
+            self._place(self._read)
 
     def _place(self, weights: Sequence[nn.Parameter]) -> None:
         for layer, weight in zip(self.layers, weights, strict=True):
             layer._parameters["weight"] = weight
 
     def hand_over(self) -> None:
-        """Gives the filters the gradients."""
+        """Gives the filters the gradients, beside those of what else has read them."""
         halves, turned = list[Tensor](), list[Tensor]()
         for whole, half in zip(self.whole, self.halves, strict=True):
-            if half.grad is not None:
+            if half.grad is not None and whole.grad is not None:
+                whole.grad += half.grad
+            elif half.grad is not None:
                 whole.grad = torch.empty_like(half.grad, dtype=whole.dtype)
                 halves.append(half.grad)
                 turned.append(whole.grad)
-                half.grad = None
+            half.grad = None
         if turned:
             torch._foreach_copy_(turned, halves)
 
