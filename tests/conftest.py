@@ -19,6 +19,7 @@ from fedtailor.kernels import (
     norm,
     norm_last,
     norm_layer,
+    products,
     random,
     update,
 )
@@ -41,6 +42,7 @@ ROOMS = (
     norm,
     norm_last,
     norm_layer,
+    products,
     random,
     update,
 )

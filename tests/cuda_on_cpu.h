@@ -94,6 +94,17 @@ static float __shfl_xor_sync(unsigned, float value, int lane) {
     return other;
 }
 
+static float __shfl_sync(unsigned, float value, int from) {
+    Barrier& warp = warps[threadIdx.x / 32];
+    exchanged[threadIdx.x] = value;
+    warp.wait();
+    const float other = exchanged[threadIdx.x / 32 * 32 + from];
+    warp.wait();
+    return other;
+}
+
+static void __syncwarp() { warps[threadIdx.x / 32].wait(); }
+
 static float* poisoned(int size) {
     auto* memory = new float[size];
     for (int i = 0; i < size; ++i) memory[i] = std::numeric_limits<float>::quiet_NaN();

@@ -64,6 +64,25 @@ def test_a_node_is_what_torch_computes(shape: tuple[int, ...], how: str, lay_out
     require_what_torch_computes(both, rtol=1e-5, atol=1e-5)
 
 
+@LAYOUTS
+@pytest.mark.parametrize("learnt", [True, False])
+@pytest.mark.parametrize("gated", [0, 2, 4])
+def test_some_of_a_nodes_terms_may_have_no_gate(learnt: bool, gated: int, lay_out: Lay, device: str) -> None:
+    edges, gates = node((2, 3, 4, 4), device, lay_out)
+    gates.requires_grad_(learnt)
+    some = [[(place if place and place[0] * 2 + place[1] <= gated else None, x) for place, x in e] for e in edges]
+    outputs, whole = [x for edge in edges for _, x in edge], torch.ones_like(gates)
+
+    def both() -> tuple[Tensor, ...]:
+        y = mixed(some, gates, outputs[0])
+        wanted = [*outputs, gates] if learnt and gated else outputs
+        return y.detach(), *torch.autograd.grad(y, wanted, torch.ones_like(y).cos())
+
+    require_what_torch_computes(both, rtol=1e-5, atol=1e-5)
+    if not gated:
+        torch.testing.assert_close(mixed(some, gates, outputs[0]), mixed(edges, whole, outputs[0]))
+
+
 @pytest.mark.parametrize("terms", [1, 2, 5])
 def test_nodes_are_put_where_they_will_lie_side_by_side(terms: int, device: str) -> None:
     edges, gates = node((3, 2, 4, 4), device, laid_by_channel)

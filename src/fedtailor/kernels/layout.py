@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from .compiling import takes
+from .products import product
 
 
 def by_channel(x: Tensor) -> bool:
@@ -71,4 +72,5 @@ class Pointwise(nn.Conv2d):
         if not by_channel(input) or not takes(input):
             return super().forward(input)
         planes = input.transpose(0, 1)
-        return (self.weight.flatten(1) @ planes.flatten(1)).view(-1, *planes.shape[1:]).transpose(0, 1)
+        found = product(self.weight.flatten(1)[None], planes.flatten(1)[None])
+        return found.view(-1, *planes.shape[1:]).transpose(0, 1)

@@ -6,7 +6,7 @@
 struct Terms {
     const Real* at[N];
     long stride[N];  // from image to image
-    int gate[N];     // the place of its gate
+    int gate[N];     // the place of its gate; below 0: it has none, and in `backward` it is not among them
 };
 
 struct alignas(sizeof(Real) * V) Some {
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(T)
 #pragma unroll
     for (int k = 0; k < N; ++k) {
         const Some x = some(terms.at[k], blockIdx.y * terms.stride[k] + i);
-        const float gate = gates ? gates[terms.gate[k]] : 1.f;
+        const float gate = gates && terms.gate[k] >= 0 ? gates[terms.gate[k]] : 1.f;
 #pragma unroll
         for (int j = 0; j < V; ++j) sum[j] += gate * wide(x.v[j]);
     }

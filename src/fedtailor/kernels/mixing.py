@@ -23,15 +23,21 @@ from .norm import values
 THREADS = 256
 MOST = 64  # tensors that a kernel's arguments have room for
 FEWEST = 3  # that are worth a kernel
+NO_GATE = -1  # in place of a gate's number
 NAMES = ("forward", "backward", "gather")
 Place = tuple[int, int]  # of a gate: row and column
-Term = tuple[Place, Tensor]
+Term = tuple[Place | None, Tensor]  # None: it has no gate
 
 
 class _Mixed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gates: Tensor | None, places: tuple[Place, ...], kernels: Kernels, out: Tensor | None, *xs: Tensor
+        ctx: Any,
+        gates: Tensor | None,
+        places: tuple[Place | None, ...],
+        kernels: Kernels,
+        out: Tensor | None,
+        *xs: Tensor,
     ) -> Tensor:
         ctx.kernels, ctx.places = kernels, places
         weighed = gates is not None and ctx.needs_input_grad[0]
@@ -45,27 +51,32 @@ class _Mixed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         gates, *xs = ctx.saved_tensors
-        dy, many = grads[0], len(ctx.places)
-        if gates is None:
-            return None, None, None, None, *[dy] * many
+        gated = [i for i, place in enumerate(ctx.places) if place is not None]
+        slopes = [grads[0]] * len(ctx.places)  # of what has no gate
+        if gates is None or not gated:
+            return None, None, None, None, *slopes
         if torch.is_grad_enabled():  # somebody differentiates twice
-            return _twice(ctx, gates, xs, dy)
-        dy, xs, weighed = _in_pieces(dy), [_in_pieces(x) for x in xs], bool(xs)
-        blocks = _blocks(dy)
+            return _twice(ctx, gates, xs, grads[0])
+        dy, xs, weighed = _in_pieces(grads[0]), [_in_pieces(xs[i]) for i in gated if xs], bool(xs)
+        kernels = ctx.kernels if len(gated) == len(slopes) else _kernels(dy, len(gated))
+        assert kernels is not None
+        many, blocks, size = len(gated), _blocks(dy), math.prod(dy.shape[1:])
         shares = gates.new_empty(many, math.prod(blocks)) if weighed else None
-        dx, size = dy.new_empty(many, *dy.shape), math.prod(dy.shape[1:])
-        terms = _terms(xs or [dy] * many, gates, ctx.places)
-        launch(ctx.kernels["backward"], blocks, THREADS, dy, gates, terms, dx, shares, size, dy.stride(0))
+        dx = dy.new_empty(many, *dy.shape)
+        terms = _terms(xs or [dy] * many, gates, [ctx.places[i] for i in gated])
+        launch(kernels["backward"], blocks, THREADS, dy, gates, terms, dx, shares, size, dy.stride(0))
         dgates = None
         if shares is not None:
             dgates = torch.empty_like(gates)
-            launch(ctx.kernels["gather"], (gates.numel(), 1), THREADS, shares, terms, dgates, math.prod(blocks))
-        return dgates, None, None, None, *dx.unbind()
+            launch(kernels["gather"], (gates.numel(), 1), THREADS, shares, terms, dgates, math.prod(blocks))
+        for i, slope in zip(gated, dx.unbind(), strict=True):
+            slopes[i] = slope
+        return dgates, None, None, None, *slopes
 
 
 def _twice(ctx: Any, gates: Tensor, xs: Sequence[Tensor], dy: Tensor) -> tuple[Any, ...]:
     """Gradients that can be differentiated again."""
-    dx = [gates[place] * dy for place in ctx.places]
+    dx = [dy if place is None else gates[place] * dy for place in ctx.places]
     if not xs:
         return None, None, None, None, *dx
     y = _by_torch([[(place, x)] for place, x in zip(ctx.places, xs, strict=True)], gates)
@@ -112,16 +123,21 @@ def mixed(edges: Iterable[Iterable[Term]], gates: Tensor | None, like: Tensor, o
         turned = out is not None or any(map(by_channel, xs))
         if turned:
             xs = tuple(map(_in_one_piece, xs))
-        kinds = {"V": values(math.prod(xs[0].shape[1:]), half(xs[0])), "T": THREADS, "HALF": half(xs[0])}
-        kernels = compiled("mixing", NAMES, like.device, N=len(xs), **kinds)
+        kernels = _kernels(xs[0], len(xs))
         if kernels is not None:
             y: Any = _Mixed.apply(gates, places, kernels, None if out is None else _in_one_piece(out), *xs)
             return y.view(sizes[0], images, *sizes[1:]).transpose(0, 1) if turned else y
     return _by_torch(edges, gates)
 
 
+def _kernels(like: Tensor, many: int) -> Kernels | None:
+    """For so many tensors of a shape."""
+    kinds = {"V": values(math.prod(like.shape[1:]), half(like)), "T": THREADS, "HALF": half(like)}
+    return compiled("mixing", NAMES, like.device, N=many, **kinds)
+
+
 def _by_torch(edges: Iterable[Iterable[Term]], gates: Tensor | None) -> Tensor:
-    return _sum(_sum(x if gates is None else gates[place] * x for place, x in edge) for edge in edges)
+    return _sum(_sum(x if gates is None or place is None else gates[place] * x for place, x in edge) for edge in edges)
 
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor:
@@ -151,7 +167,8 @@ def _table(many: int) -> type[ctypes.Structure]:
     return type("Terms", (ctypes.Structure,), {"_fields_": [(name, kind * many) for name, kind in kinds]})
 
 
-def _terms(xs: Sequence[Tensor], gates: Tensor | None, places: Sequence[Place]) -> ctypes.Structure:
+def _terms(xs: Sequence[Tensor], gates: Tensor | None, places: Sequence[Place | None]) -> ctypes.Structure:
     many, width = len(xs), 0 if gates is None else gates.shape[1]
-    at = [[x.data_ptr() for x in xs], [x.stride(0) for x in xs], [width * row + column for row, column in places]]
+    where = [NO_GATE if place is None else width * place[0] + place[1] for place in places]
+    at = [[x.data_ptr() for x in xs], [x.stride(0) for x in xs], where]
     return _table(many)(*[kind(*row) for (_, kind), row in zip(_table(many)._fields_, at, strict=True)])  # type: ignore

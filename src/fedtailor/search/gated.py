@@ -5,6 +5,9 @@ they are pulled towards: decay, momentum and pull leave them there, and they add
 clipped by. So the supernet with such gates computes and learns what the cut network does, for the supernet's
 arithmetic. Which operations these are is a matter of tensors, not of structure: what a GPU has captured once serves
 every sub-network.
+
+A chain of layers that are all zero adds nothing and passes nothing by itself, so in training it needs no gate, for
+whose sake every operation of a node would get a gradient of its own. One layer alone does: what it reads is not zero.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..nets.base import FixedNet
 from ..spaces.base import Weights
 from ..spaces.darts import TYPES, Darts, Gates, Keep, Network
-from ..spaces.darts_ops import EDGES
+from ..spaces.darts_ops import EDGES, Cell
 
 GATES = tuple(f"gates_{kind}" for kind in TYPES)
 
@@ -47,6 +50,8 @@ class Gated(Network):
         self.cells_of = space
         for name in GATES:
             self.register_buffer(name, torch.zeros(len(EDGES), space.choices))
+        for cell in self.cells:
+            cast(Cell, cell).held = True
 
     @cached_property
     def norms(self) -> list[_BatchNorm]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..kernels.depthwise import Depthwise, depthwise
 from ..kernels.layout import apart, by_channel
 from ..kernels.norm import Rule, batch_norm, batch_norm_apart
+from ..kernels.products import product
 
 Chain = nn.Sequential  # of ReLU, always before Depthwise, Conv2d without bias, BatchNorm2d and GroupNorm, which is last
 
@@ -58,7 +59,7 @@ def _convolve(layers: Sequence[nn.Module], first: nn.Conv2d, x: Tensor) -> Tenso
         if turned:  # one for every layer
             planes = x.transpose(0, 1)
             shares = planes.unflatten(0, (len(layers), -1)).flatten(2)
-            return (each @ shares).view(-1, *planes.shape[1:]).transpose(0, 1)
+            return product(each, shares).view(-1, *planes.shape[1:]).transpose(0, 1)
         shares = x.unflatten(1, (len(layers), -1)).flatten(3)
         return (each @ shares).flatten(1, 2).unflatten(2, x.shape[2:])
     groups = first.groups * len(layers)

@@ -21,6 +21,7 @@ from ..kernels.depthwise import Depthwise
 from ..kernels.halving import halves, shifted
 from ..kernels.layout import AvgPool, MaxPool, Pointwise, by_channel, laid_like
 from ..kernels.mixing import Term, fanned, mixed
+from ..kernels.products import product
 from ..kernels.random import uniform
 from .abreast import SideBySide, abreast, joined, lay, norm_apart, norm_once
 from .base import Block
@@ -102,7 +103,7 @@ class Halve(nn.Module):
         even, odd = ([getattr(layer, name).weight for layer in layers] for name in ("even", "odd"))
         if by_channel(x):
             planes = halves(x.transpose(0, 1))
-            each = joined([*even, *odd]).view(2, -1, x.shape[1]) @ planes.flatten(2)
+            each = product(joined([*even, *odd]).view(2, -1, x.shape[1]), planes.flatten(2))
             both = each.unflatten(1, (len(layers), -1)).transpose(0, 1).reshape(-1, *planes.shape[2:]).transpose(0, 1)
         else:
             x = F.relu(x)
@@ -303,6 +304,7 @@ class Cell(SideBySide):
     ) -> None:
         super().__init__()
         self.kind = plan.kind
+        self.held = False  # whether operations whose gates are 0 have weights that are 0 too, while this trains
         self.pre0 = Preprocess(plan.cin[0], plan.channels, plan.halve, norm, affine).build()
         self.pre1 = Preprocess(plan.cin[1], plan.channels, False, norm, affine).build()
         self.edges = nn.ModuleList()
@@ -344,8 +346,10 @@ class Cell(SideBySide):
         self, e: int, states: Sequence[Iterator[Tensor]], made: Mapping[int, Mapping[str, Tensor]]
     ) -> Iterator[Term]:
         """What an edge brings, and where its gates are."""
-        for place, y in self.edges[e](states[EDGES[e][0]], self.drop, made.get(e, {})):
-            yield (e, place), y
+        edge = cast(Edge, self.edges[e])
+        for name, (place, y) in zip(edge, edge(states[EDGES[e][0]], self.drop, made.get(e, {})), strict=True):
+            gateless = self.held and self.training and name.endswith(CHAINS)
+            yield None if gateless else (e, place), y
 
     def _read(self, state: int, x: Tensor) -> Iterator[Tensor]:
         """A state for everybody who reads it."""
