@@ -27,7 +27,9 @@ def require_close(found: Tensor, wanted: Tensor) -> None:
     assert apart < 4e-3, f"{apart:.1e}"
 
 
-@pytest.mark.parametrize(("out", "into"), [(16, 16), (8, 8), (64, 64), (16, 48), (24, 8), (32, 128), (40, 72)])
+@pytest.mark.parametrize(
+    ("out", "into"), [(16, 16), (8, 8), (64, 64), (16, 24), (24, 8), (96, 16), (40, 72), (24, 144)]
+)
 @pytest.mark.parametrize("many", [1, 3])
 def test_products_and_their_gradients(many: int, out: int, into: int, device: str) -> None:
     w, x, dy = inputs(many, out, into, 6 * products.THREADS, device)
@@ -45,8 +47,8 @@ def test_a_gradient_may_be_asked_for_again_and_in_one_block(device: str, monkeyp
     y = product(w, x)
     first, again = (torch.autograd.grad(y, w, dy, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, again)
-    monkeypatch.setattr(products, "SUMS", 1)
-    require_close(torch.autograd.grad(y, w, dy)[0], first.double())
+    monkeypatch.setattr(products, "BLOCKS", 1)
+    require_close(torch.autograd.grad(product(w, x), w, dy)[0], first.double())
 
 
 def test_a_gradient_may_be_differentiated_again(device: str) -> None:
@@ -54,6 +56,14 @@ def test_a_gradient_may_be_differentiated_again(device: str) -> None:
     (dx,) = torch.autograd.grad(product(w, x), x, dy, create_graph=True)
     (dw,) = torch.autograd.grad(dx, w, torch.ones_like(dx))
     require_close(dw, dy.double() @ torch.ones_like(dx).double().mT)
+
+
+@pytest.mark.parametrize(("out", "into"), [(8, 8), (16, 16), (24, 16)])
+def test_many_blocks_add_up_in_groups(out: int, into: int, device: str) -> None:
+    w, x, dy = inputs(2, out, into, 32 * products.THREADS, device)
+    dw = [torch.autograd.grad(product(w, x), w, dy)[0] for _ in range(2)]
+    require_close(dw[0], dy.double() @ x.detach().double().mT)
+    assert torch.equal(*dw)
 
 
 def test_only_what_is_wanted_is_computed(device: str) -> None:

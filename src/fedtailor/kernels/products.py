@@ -7,6 +7,7 @@ positions in a block or two. Ours read and write everything once, in many small 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 from .compiling import Kernels, compiled, gradients, launch, takes
 
 THREADS = 128  # of a block, which has as many positions
-LARGEST = 4096  # entries of a filter that a block's registers have room for
+LARGEST = 4096  # sums that a block's registers and shared memory have room for
 SHARED = 48 << 10  # bytes of shared memory that any card gives a block
-SUMS = 16384  # entries of partial sums that the last block of a gradient adds up
+BLOCKS = 128  # the most that share the positions of a filter's gradient
+GROUP = 8  # of these, whose sums are added up first
 NAMES = ("forward", "images", "filters")
 
 
@@ -26,7 +28,9 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, x: Tensor, kernels: Kernels) -> Tensor:
         (many, out, _), long = weight.shape, x.shape[2]
         y = x.new_empty(many, out, long)
-        arrived = x.new_empty(many, dtype=torch.int32) if ctx.needs_input_grad[0] else None
+        blocks, _ = _sums(*weight.shape[1:], long)
+        counters = many * (1 + max(1, blocks // GROUP))
+        arrived = x.new_empty(counters, dtype=torch.int32) if ctx.needs_input_grad[0] else None
         launch(kernels["forward"], (long // THREADS, many), THREADS, weight, x, y, arrived, long)
         ctx.save_for_backward(weight, x)
         ctx.kernels, ctx.arrived = kernels, arrived
@@ -43,8 +47,8 @@ class _Product(torch.autograd.Function):
             dx = torch.empty_like(x)
             launch(ctx.kernels["images"], (long // THREADS, many), THREADS, weight, dy, dx, long)
         if ctx.needs_input_grad[0]:
-            dw, blocks = torch.empty_like(weight), min(long // THREADS, max(1, SUMS // weight[0].numel()))
-            parts = x.new_empty(blocks, *weight.shape, dtype=torch.float32)
+            dw, (blocks, entries) = torch.empty_like(weight), _sums(*weight.shape[1:], long)
+            parts = x.new_empty(many * blocks * entries, dtype=torch.float32)
             launch(ctx.kernels["filters"], (blocks, many), THREADS, dy, x, dw, parts, ctx.arrived, long)
         return dw, dx, None
 
@@ -59,16 +63,35 @@ def product(weight: Tensor, x: Tensor) -> Tensor:
 
 def _kernels(weight: Tensor, x: Tensor) -> Kernels | None:
     """None where the library's serve."""
-    _, out, into = weight.shape
+    (_, out, into), long = weight.shape, x.shape[2]
     if weight.dtype != torch.bfloat16 or x.dtype != torch.bfloat16 or not takes(x):
         return None
-    fits = out % 8 == into % 8 == x.shape[2] % THREADS == 0 and out * into <= LARGEST and _shared(out, into) <= SHARED
+    blocks, entries = _sums(out, into, long)
+    fits = (
+        out % 8 == into % 8 == long % THREADS == 0
+        and entries <= LARGEST
+        and max(_shared(out, into), _shared(into, out)) <= SHARED
+    )
     if not fits or not x.is_contiguous() or x.storage_offset() % 8:
         return None
-    return compiled("products", NAMES, x.device, T=THREADS, CO=out, CI=into, HALF=1)
+    shares = {"BLOCKS": blocks, "TILES": long // THREADS // blocks}
+    return compiled("products", NAMES, x.device, T=THREADS, CO=out, CI=into, **shares, HALF=1)
+
+
+def _sums(out: int, into: int, long: int) -> tuple[int, int]:
+    """Into how many blocks a gradient's positions are divided evenly, and how many sums each has."""
+    entries = min(_whole(out) * into, out * _whole(into))
+    some = max(1, min(BLOCKS, (out + into) * long // (GROUP * entries)))  # who sum up less than they have read
+    most = 1 << (some.bit_length() - 1)
+    return math.gcd(long // THREADS, most), entries
 
 
 def _shared(out: int, into: int) -> int:
-    """Bytes of shared memory that a block needs."""
-    out, into = 16 * -(-out // 16), 16 * -(-into // 16)
-    return 2 * (max(out, into) * (THREADS + 8) + max(out * (into + 8), into * (out + 8)))
+    """Bytes of shared memory that a block needs for [out, in]: its positions, the filters, and room for what it writes."""
+    out, into = _whole(out), _whole(into)
+    return 2 * ((into + (16 if out > 64 else 0)) * (THREADS + 8) + out * (into + 8))
+
+
+def _whole(channels: int) -> int:
+    """As many channels as the instruction takes."""
+    return 16 * -(-channels // 16)
