@@ -26,9 +26,9 @@ NAMES = ("forward", "images", "filters")
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, kernels: Kernels) -> Tensor:
-        (many, out, _), long = weight.shape, x.shape[2]
+        (many, out, into), long = weight.shape, x.shape[2]
         y = x.new_empty(many, out, long)
-        blocks, _ = _sums(*weight.shape[1:], long)
+        blocks, _ = _sums(out, into, long)
         counters = many * (1 + max(1, blocks // GROUP))
         arrived = x.new_empty(counters, dtype=torch.int32) if ctx.needs_input_grad[0] else None
         launch(kernels["forward"], (long // THREADS, many), THREADS, weight, x, y, arrived, long)
@@ -42,12 +42,12 @@ class _Product(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody differentiates twice
             return *gradients(weight @ x, (weight, x), ctx.needs_input_grad[:2], grads[0]), None
         dy, dx, dw = grads[0].contiguous(), None, None
-        many, long = len(weight), x.shape[2]
+        (many, out, into), long = weight.shape, x.shape[2]
         if ctx.needs_input_grad[1]:
             dx = torch.empty_like(x)
             launch(ctx.kernels["images"], (long // THREADS, many), THREADS, weight, dy, dx, long)
         if ctx.needs_input_grad[0]:
-            dw, (blocks, entries) = torch.empty_like(weight), _sums(*weight.shape[1:], long)
+            dw, (blocks, entries) = torch.empty_like(weight), _sums(out, into, long)
             parts = x.new_empty(many * blocks * entries, dtype=torch.float32)
             launch(ctx.kernels["filters"], (blocks, many), THREADS, dy, x, dw, parts, ctx.arrived, long)
         return dw, dx, None
@@ -67,11 +67,9 @@ def _kernels(weight: Tensor, x: Tensor) -> Kernels | None:
     if weight.dtype != torch.bfloat16 or x.dtype != torch.bfloat16 or not takes(x):
         return None
     blocks, entries = _sums(out, into, long)
-    fits = (
-        out % 8 == into % 8 == long % THREADS == 0
-        and entries <= LARGEST
-        and max(_shared(out, into), _shared(into, out)) <= SHARED
-    )
+    shared = max(_shared(out, into), _shared(into, out))
+    whole = out % 8 == into % 8 == long % THREADS == 0
+    fits = whole and entries <= LARGEST and shared <= SHARED
     if not fits or not x.is_contiguous() or x.storage_offset() % 8:
         return None
     shares = {"BLOCKS": blocks, "TILES": long // THREADS // blocks}
@@ -87,7 +85,7 @@ def _sums(out: int, into: int, long: int) -> tuple[int, int]:
 
 
 def _shared(out: int, into: int) -> int:
-    """Bytes of shared memory that a block needs for [out, in]: its positions, the filters, and room for what it writes."""
+    """Bytes of shared memory that a block needs: for what it reads, the filters, and maybe for what it writes."""
     out, into = _whole(out), _whole(into)
     return 2 * ((into + (16 if out > 64 else 0)) * (THREADS + 8) + out * (into + 8))
 
