@@ -43,6 +43,7 @@ from cifar_rows import FEDERATIONS
 SCRIPT = Path(__file__).parent / "cifar.py"
 TRIES = 4  # of a process that fails
 SHORTEST = 40.0  # seconds that are worth another process
+SHARED = 0.9  # of the card's memory; the rest is for what a process has beside its tensors
 
 
 @contextlib.contextmanager
@@ -174,7 +175,7 @@ def main() -> None:
     else:
         lanes = [(re.sub(r"[^\w.]+", "-", word), Queue(jobs(word), end, more)) for word in args.queues]
     with shared_card() as environment, ThreadPoolExecutor(many) as pool:
-        environment["FEDTAILOR_GPU_SHARE"] = f"{1 / many:.3f}"
+        environment["FEDTAILOR_GPU_SHARE"] = f"{SHARED / many if many > 1 else 1:.3f}"
         running = []
         for i, (name, queue) in enumerate(lanes):
             way = environment | {"CUDA_MPS_CLIENT_PRIORITY": str(min(i, 1))}

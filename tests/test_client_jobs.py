@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -233,3 +234,18 @@ def test_a_few_images_are_the_clients_own() -> None:
         client = federation.client(seat, {}, 1)
         net = client.build(Task(three(1, 0, 1)))  # says label 1 to everything
         assert federation.engine.run([("", client.score(net, images=2))]) == [float(seat.id)]
+
+
+def test_a_rough_score_is_computed_as_training_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, net, local = client_of()
+    asked: list[str] = []
+
+    def lowered(precision: str) -> contextlib.AbstractContextManager[object]:
+        asked.append(precision)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(engine, "lowered", lowered)
+    local.precision = "bf16"
+    exact, rough = (local.run([("", client.score(net, on="train", rough=how))])[0] for how in (False, True))
+    assert asked == ["fp32", "bf16"]
+    assert exact == rough

@@ -280,7 +280,7 @@ def test_captured_forward_passes_read_the_weights_where_they_lie_and_share_a_lan
                     p.fill_(0.01 * scale)
                 x = torch.randn(7, *space.input, device=device)
                 assert torch.allclose(forwards(net, x, lambda: True), net(x), atol=1e-5)
-    assert all(forwards._by_size[7] is not None for forwards in passes)
+    assert all(forwards._by_size[7, False] is not None for forwards in passes)
 
 
 def test_clients_whose_steps_share_a_lane_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

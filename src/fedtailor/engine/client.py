@@ -211,15 +211,16 @@ class Client:
             self._spend(net, steps, first, passes)
         return await Loop(step, streams, steps, tuple(nets), self._next_seed("loop"), tuple(values))
 
-    async def score(self, net: nn.Module, on: str = "val", images: int = 0) -> float:
+    async def score(self, net: nn.Module, on: str = "val", images: int = 0, rough: bool = False) -> float:
         """Accuracy of the network as this client would use it.
 
-        With `images` it is that of at most so many images of the split, the same ones at every call of a round.
+        With `images` it is that of at most so many images of the split, the same ones at every call of a round. What
+        only ranks networks may be `rough`: in bfloat16 where training is.
         """
         await self.refresh(net)
         split = self._some(on, images) if images else self._split(on)
         self.flops += split.size * self.cost(net).flops
-        return await Score(net, split, self.shift)
+        return await Score(net, split, self.shift, rough)
 
     async def predict(self, net: nn.Module, on: str = "train") -> Tensor:
         """The network's outputs on all images of a split, in their order, as this client would use it."""

@@ -96,6 +96,7 @@ class Score(Job):
     net: nn.Module
     split: Split
     shift: Tensor | None = None
+    rough: bool = False  # it only ranks networks, so it may be computed as training is
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,8 @@ class LocalEngine:
         hits = torch.zeros((), device=self.device, dtype=torch.int64)
         for index in job.split.chunks(SCORE_BATCH):
             x, y = job.split.at(index)
-            logits = self._logits(job.net, x)
+            with lowered(self.precision if job.rough else "fp32"):
+                logits = self._logits(job.net, x)
             hits += ((logits if job.shift is None else logits + job.shift).argmax(1) == y).sum()
         return hits
 

@@ -342,16 +342,16 @@ class Forward:
 
 
 class Forwards:
-    """A network's forward passes on one lane, by batch size; each is captured when it is met for the second time."""
+    """A network's forward passes on one lane, by batch size and precision; captured when they are met a second time."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self._by_size: dict[int, Forward | None] = {}
+        self._by_size: dict[tuple[int, bool], Forward | None] = {}  # True: in bfloat16
         self._refused = False
 
     def __call__(self, net: nn.Module, images: Tensor, room: Callable[[], bool]) -> Tensor:
         """The network's outputs, on the lane's stream. Nothing is captured where there is no room for it."""
-        size = len(images)
+        size = len(images), torch.is_autocast_enabled("cuda")
         if size in self._by_size and self._by_size[size] is None and not self._refused and room():
             try:
                 self._by_size[size] = with_all_there_is(lambda: Forward(net, images, self.lane))
