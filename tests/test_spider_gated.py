@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conftest import needs_gpu
 from fedtailor.config import Local
 from fedtailor.data.batches import Stream
 from fedtailor.data.partition import TRAIN
@@ -56,6 +57,22 @@ def cut(space: Darts, weights: dict[str, Tensor], keep: Keep) -> Any:
     for name, tensor in tensors_of(net).items():
         tensor.data.copy_(weights[name])
     return net
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("look", ["gated", "perturbed"])
+def test_the_next_candidate_does_not_wait_for_what_the_card_is_doing(look: str) -> None:
+    net = gated_of(SPACE).module() if look == "gated" else Perturbed(SPACE.supernet(), SPACE)
+    net.cuda().at(SPACE.full_keep)
+    torch.cuda.set_sync_debug_mode("error")  # of a copy out of memory that is not pinned, say
+    try:
+        net.at(some_of(SPACE))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    gates = (net.gates_normal, net.gates_reduce) if isinstance(net, Gated) else net.gates
+    for found, wanted in zip(gates, SPACE.gates_of(some_of(SPACE)), strict=True):
+        assert torch.equal(found.cpu(), wanted)
 
 
 # the same computation ---------------------------------------------------------------------------------------------

@@ -62,6 +62,12 @@ def on_device(value: Value, device: torch.device) -> Value:
     return mapped(value, placed)
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on a device. Copied out of pinned memory, or else the host would wait for all that a GPU
+    has to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def mapped(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
     """The value with each tensor changed."""
     if isinstance(value, Tensor):

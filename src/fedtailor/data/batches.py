@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..kernels.random import uniform
 from ..seeds import rng_of
+from ..values import sent
 
 NORMALISATION = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -144,10 +145,7 @@ class Stream:
 def joint_order(streams: Sequence[Stream], steps: int) -> Tensor:
     """Positions for several streams of one store, [steps, streams, width]."""
     found = torch.from_numpy(np.stack([shuffled(s.split, s.batch, steps, s.seed) for s in streams], axis=1))
-    device = streams[0].split.labels.device
-    if device.type != "cuda":
-        return found.to(device)
-    return found.pin_memory().to(device, non_blocking=True)  # else the host would wait for all that the card has to do
+    return sent(found, streams[0].split.labels.device)
 
 
 def joint_batches(streams: Sequence[Stream], order: Tensor, first: int) -> tuple[Tensor, Tensor]:

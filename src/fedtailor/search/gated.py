@@ -27,6 +27,7 @@ from ..nets.base import FixedNet
 from ..spaces.base import Weights
 from ..spaces.darts import TYPES, Darts, Gates, Keep, Network
 from ..spaces.darts_ops import EDGES, Cell
+from ..values import sent
 
 GATES = tuple(f"gates_{kind}" for kind in TYPES)
 
@@ -61,7 +62,7 @@ class Gated(Network):
         """The same network with other operations, whose weights it has."""
         self.keep, self.cost = keep, self.cells_of.cost_keep(keep)
         for own, rows in zip((self.gates_normal, self.gates_reduce), self.cells_of.gates_of(keep), strict=True):
-            own.copy_(rows)
+            own.copy_(sent(rows, own.device))
         return self
 
     def forward(self, x: Tensor, gates: Gates | None = None) -> Tensor:

@@ -26,6 +26,7 @@ from ..method import Job, Task
 from ..spaces.base import Arch, Space, Weights
 from ..spaces.darts import Darts, Gates, Keep
 from ..spaces.darts_ops import EDGES, EDGES_INTO
+from ..values import sent
 from .gated import Gated, by_images, gateable, gated_of, held, norms_of
 
 NODES = tuple(node for node, edges in EDGES_INTO.items() if len(edges) > 2)  # node 2 has two inputs from the start
@@ -131,13 +132,13 @@ class Perturbed(nn.Module):
     def gates(self) -> Gates:
         normal, reduce = self.cells_of.gates_of(self.cells_of.full_keep)
         device = next(self.net.parameters()).device
-        return normal.to(device), reduce.to(device)
+        return sent(normal, device), sent(reduce, device)
 
     def at(self, keep: Keep) -> Perturbed:
         """The same with other operations."""
         self.cost = self.cells_of.cost_keep(keep)
         for own, rows in zip(self.gates, self.cells_of.gates_of(keep), strict=True):
-            own.copy_(rows)
+            own.copy_(sent(rows, own.device))
         return self
 
     def forward(self, x: Tensor) -> Tensor:

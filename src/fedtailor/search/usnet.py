@@ -22,6 +22,7 @@ from ..spaces.layers import Counted
 from ..spaces.measure import parameters_of, tensors_of
 from ..spaces.slim import Slim, slimmable
 from ..spaces.usnet import distilled, forward_at, sandwich, usnet_losses
+from ..values import sent
 from .supernet import affords
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ async def train_usnet(net: nn.Module, client: Client, widths: int) -> Measured:
     drawn = [(sandwich(client.space, rng, widths), int(rng.integers(1 << 40))) for _ in range(steps)]
     client.flops += batch * sum(client.space.cost(arch).train_flops for archs, _ in drawn for arch in archs[1:])
     if slimmable(client.space):
-        values = client.lr, table([archs[1:] for archs, _ in drawn]).to(client.device)
+        values = client.lr, sent(table([archs[1:] for archs, _ in drawn]), client.device)
         return await client.loop(SandwichStep(client.space, client.local, client.captures), [net], values, steps=steps)
     optimiser = client.local.optimiser(list(net.parameters()), client.lr)
     total = 0.0
