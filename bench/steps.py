@@ -1,14 +1,15 @@
-"""One captured training step on a GPU: its kernels, its time alone, and its time as one of several side by side.
+"""One captured training step on a GPU: its kernels, its time alone and as one of several, and what starting it takes.
 
     python bench/steps.py --set net.name=mobilenetv3_large
     python bench/steps.py --set method.name=perfedrlnas --set space.name=mobilenetv3 --random --precision bf16
-    python bench/steps.py --set method.name=spider --set space.name=darts --set space.variant=s2 --beside 1 8
+    python bench/steps.py --set method.name=spider --set space.name=darts --set space.variant=s2 --supernet --beside 1 8
     python bench/steps.py --set net.name=mobilenetv3_large --layers 16               # where a full card's time goes
     python bench/steps.py --set net.name=mobilenetv2 --without norm.backward depthwise   # or: what a kernel costs there
     FEDTAILOR_KERNELS=off python bench/steps.py --set net.name=mobilenetv3_large     # torch's kernels alone
 
-Needs no data: images are zeros, and a step's kernels do not depend on them. The largest arch of a space is taken, or
-with --random one that is drawn. Times are means over replays, in milliseconds for one step of one network.
+Needs no data: images are zeros, and a step's kernels do not depend on them. The largest arch of a space is taken, with
+--random one that is drawn, with --supernet all operations of a DARTS space. Times are means over replays, in
+milliseconds for one step of one network.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from fedtailor.config import load
 from fedtailor.engine.cuda import CudaEngine
 from fedtailor.engine.local import lowered
 from fedtailor.engine.replay import FitSlot, Lane, Step
+from fedtailor.spaces.base import Arch
+from fedtailor.spaces.darts import Darts
 from fedtailor.spaces.layers import SqueezeExcite
 
 INPUT, CLASSES = (3, 32, 32), 10
@@ -45,6 +48,18 @@ def milliseconds(slots: Sequence[FitSlot], replays: int) -> float:
                 slot.graph.replay()
     torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - began) / replays / len(slots)
+
+
+def launched(slot: FitSlot, replays: int = 4) -> float:
+    """Milliseconds of this process for starting a step, with room in the card's queue."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(slot.stream):
+        began = time.perf_counter()
+        for _ in range(replays):
+            slot.graph.replay()
+        spent = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return 1e3 * spent / replays
 
 
 def heaviest(slot: FitSlot, replays: int = 3) -> tuple[float, list[tuple[str, float, float]]]:
@@ -152,6 +167,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--precision", default="tf32", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--random", action="store_true", help="a random arch of the space, instead of the largest")
+    parser.add_argument("--supernet", action="store_true", help="all operations of a DARTS space")
     parser.add_argument("--beside", type=int, nargs="+", default=[1, 4, 8, 16], help="networks side by side")
     parser.add_argument("--layers", type=int, default=0, help="times by kind of layer with so many networks at once")
     parser.add_argument("--without", nargs="+", default=[], metavar="MODULE[.KERNEL]", help="kernels to leave out")
@@ -163,6 +179,10 @@ def main() -> None:
     space = config.make_space(INPUT, CLASSES)
     engine = CudaEngine(torch.device("cuda"), args.precision, at_once=max(*args.beside, args.layers))
     arch = space.sample(np.random.default_rng(0)) if args.random else space.largest
+    if args.supernet:
+        if not isinstance(space, Darts):
+            parser.error(f"--supernet is for the space 'darts', not '{space.name}'")
+        arch = cast(Arch, space.full_keep)
     step = Step(space, arch, None, (args.batch, *INPUT), config.local, False, False, False)
     slots = [engine.slots.captured(step, lane) for lane in engine.slots.lanes]
     for slot in slots:
@@ -177,7 +197,8 @@ def main() -> None:
         found = full_card(slots[: args.layers], args.batch)
         print(f"  with {args.layers} networks: " + ", ".join(f"{kind} {spent:.3f} ms" for kind, spent in found.items()))
     count, rows = heaviest(slots[0])
-    print(f"  {count:.0f} kernels, {sum(row[2] for row in rows):.0f} us alone; the heaviest:")
+    alone = sum(row[2] for row in rows)
+    print(f"  {count:.0f} kernels, {alone:.0f} us alone, started in {1e3 * launched(slots[0]):.0f} us; the heaviest:")
     for name, number, spent in rows[: args.top]:
         print(f"  {number:6.1f} x {spent / number:7.2f} us = {spent:7.1f} us  {name[:80]}")
 
