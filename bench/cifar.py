@@ -22,6 +22,7 @@ import tempfile
 import time
 import tomllib
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,13 @@ class Piece(LocalDriver):
         self.judged = test if row.judged else None  # tuning never opens test
 
     def rounds(self, state: State, report: Report, due: Callable[[int], bool]) -> Iterator[State]:
-        longest = 0.0
+        latest: deque[float] = deque(maxlen=10)  # seconds of rounds: not of the first ones, which capture steps
         began = time.monotonic()
         for found in super().rounds(state, report, due):
             yield found
-            longest, began = max(longest, time.monotonic() - began), time.monotonic()
-            if self.clock.left() < 15 + longest:
+            latest.append(time.monotonic() - began)
+            began = time.monotonic()
+            if self.clock.left() < 15 + max(latest):
                 raise Late
 
     def finish(self, state: State) -> tuple[list[Event], list[Kept]]:

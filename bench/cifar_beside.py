@@ -47,9 +47,9 @@ SHARED = 0.9  # of the card's memory; the rest is for what a process has beside 
 
 
 @contextlib.contextmanager
-def shared_card() -> Iterator[dict[str, str]]:
-    """The environment of processes that share the card."""
-    daemon = shutil.which("nvidia-cuda-mps-control")
+def shared_card(many: int) -> Iterator[dict[str, str]]:
+    """The environment of so many processes that share the card; one alone needs no MPS."""
+    daemon = shutil.which("nvidia-cuda-mps-control") if many > 1 else None
     if daemon is None:
         yield dict(os.environ)
         return
@@ -174,7 +174,7 @@ def main() -> None:
         lanes = [(f"lane-{i}", queue) for i in range(many)]
     else:
         lanes = [(re.sub(r"[^\w.]+", "-", word), Queue(jobs(word), end, more)) for word in args.queues]
-    with shared_card() as environment, ThreadPoolExecutor(many) as pool:
+    with shared_card(many) as environment, ThreadPoolExecutor(many) as pool:
         environment["FEDTAILOR_GPU_SHARE"] = f"{SHARED / many if many > 1 else 1:.3f}"
         running = []
         for i, (name, queue) in enumerate(lanes):

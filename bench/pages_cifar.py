@@ -303,7 +303,10 @@ def costs(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str
         f"{rows:.0f} GPU minutes for {len(ones)} runs, {tuning:.0f} for {len(tried)} tuning runs and {others:.0f} for "
         f"{len(more)} at other rates, at most"
     )
-    out += [f"{peak:.1f} GiB of GPU memory; {'; '.join(machines)}.", ""]
+    out += [
+        f"{peak:.1f} GiB of GPU memory; {'; '.join(machines)}. Runs that never ended are not in it.",
+        "",
+    ]
     ratios, plain, known = eager(), 0.0, 0.0
     for (name, row), found in results.items():
         ratio = ratios.get(name, {}).get(row)

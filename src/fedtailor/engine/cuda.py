@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..spaces.base import Arch, Space
 from ..spaces.measure import Cost
+from ..values import sent
 from .jobs import Fit, Job, Loop, Recalibrate, Score, Waiting
 from .local import LocalEngine, Memory, is_full
 from .loops import LoopSlot, OwnStep
@@ -299,7 +300,7 @@ class CudaEngine(LocalEngine):
             torch.cuda.synchronize(self.device)
             for replay in once:
                 replay.release()
-        steps = torch.tensor([replay.steps for replay in replays]).to(self.device, non_blocking=True)
+        steps = sent(torch.tensor([replay.steps for replay in replays]), self.device)
         return self._late(batch, torch.stack([replay.total for replay in replays]).double() / steps)
 
     def _started(self, label: str, job: Job, taken: set[Lane]) -> tuple[Replay, bool]:

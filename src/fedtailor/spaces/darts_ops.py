@@ -46,9 +46,8 @@ FULL = (  # the order FedNAS and FedRLNAS number them in; `none` first
     "dil_conv_5x5",
 )
 
-# The pairs of s1 are this library's own. The robust-DARTS family pre-selects two operations per edge, but its table is
-# not in the papers we work from; ours pairs a cheap operation with a convolution and walks through both lists, which
-# have 3 and 4 entries, so neighbouring edges never agree. Numbers on s1 do not compare with published ones.
+# The pairs of s1 are this library's own, as no table of them is in the papers we work from: a cheap operation and a
+# convolution, out of lists of 3 and 4, so neighbouring edges never agree. Numbers do not compare with published ones.
 _CHEAP = ("skip_connect", "max_pool_3x3", "avg_pool_3x3")
 _CONVS = ("sep_conv_3x3", "dil_conv_5x5", "sep_conv_5x5", "dil_conv_3x3")
 _S1 = tuple(tuple((_CHEAP[(e + kind) % 3], _CONVS[(e + 2 * kind) % 4]) for e in range(len(EDGES))) for kind in range(2))
@@ -199,8 +198,7 @@ class Operation(Block):
             return Noise(stride)
         if self.name == "skip_connect":
             return nn.Identity() if stride == 1 else Halve(c, c, self.norm, self.affine)
-        kind, size = self.name.rsplit("_", 1)
-        kernel = int(size[0])
+        kind, kernel = self.name[: -len("_3x3")], int(self.name[-1])
         if kind == "sep_conv":
             return Convolutions(c, kernel, (stride, 1), 1, self.norm, self.affine)
         if kind == "dil_conv":
@@ -346,10 +344,9 @@ class Cell(SideBySide):
         self, e: int, states: Sequence[Iterator[Tensor]], made: Mapping[int, Mapping[str, Tensor]]
     ) -> Iterator[Term]:
         """What an edge brings, and where its gates are."""
-        edge = cast(Edge, self.edges[e])
+        edge, gateless = cast(Edge, self.edges[e]), CHAINS if self.held and self.training else ()
         for name, (place, y) in zip(edge, edge(states[EDGES[e][0]], self.drop, made.get(e, {})), strict=True):
-            gateless = self.held and self.training and name.endswith(CHAINS)
-            yield None if gateless else (e, place), y
+            yield None if name.endswith(gateless) else (e, place), y
 
     def _read(self, state: int, x: Tensor) -> Iterator[Tensor]:
         """A state for everybody who reads it."""
