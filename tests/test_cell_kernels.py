@@ -21,7 +21,6 @@ from fedtailor.spaces.abreast import SideBySide, abreast, joined, lay, norm_once
 from fedtailor.spaces.darts import Darts, Keep
 from fedtailor.spaces.darts_ops import EDGES, FULL, Cell, Convolutions, DropPath, Halve
 
-SHAPES = [(2, 3, 4, 4), (3, 2, 3, 5), (1, 4, 16, 16)]
 LAYOUTS = pytest.mark.parametrize("lay_out", [torch.clone, laid_by_channel], ids=["by image", "by channel"])
 Lay = Callable[[Tensor], Tensor]
 
