@@ -144,8 +144,9 @@ __device__ inline void product(const Real* w, const Real* x, Real* y, int many, 
     }
 }
 
-// The sums of a gradient's blocks are added up in groups, and those of the groups then.
-constexpr int GROUP = BLOCKS < 8 ? BLOCKS : 8, GROUPS = BLOCKS / GROUP, COUNTERS = 1 + GROUPS;
+// The sums of a gradient's blocks are added up in groups of IN_GROUP, which is set by the compiler too, and those of the
+// groups then.
+constexpr int GROUP = BLOCKS < IN_GROUP ? BLOCKS : IN_GROUP, GROUPS = BLOCKS / GROUP, COUNTERS = 1 + GROUPS;
 
 // y = w x. Before anything arrives for the gradients of its filters, a product has 0 in all of its counters.
 extern "C" __global__ void __launch_bounds__(T) forward(const Real* w, const Real* x, Real* y, int* arrived, int many) {

@@ -1,8 +1,8 @@
 """Products of small matrices with long ones in bfloat16: what 1x1 convolutions of few channels are.
 
-The library's kernels are made for matrices that are large both ways. For one of 16 x 16 they take most of a
-multiprocessor's shared memory, so that nothing else runs beside them, and sum up the filters' gradient over all
-positions in a block or two. Ours read and write everything once, in many small blocks.
+The library's kernels are made for matrices that are large both ways: large tiles, which leave little of a
+multiprocessor to others, and few blocks where the result is small. Ours read and write everything once, in many small
+blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _kernels(weight: Tensor, x: Tensor) -> Kernels | None:
     fits = whole and entries <= LARGEST and shared <= SHARED
     if not fits or not x.is_contiguous() or x.storage_offset() % 8:
         return None
-    shares = {"BLOCKS": blocks, "TILES": long // THREADS // blocks}
+    shares = {"BLOCKS": blocks, "IN_GROUP": GROUP, "TILES": long // THREADS // blocks}
     return compiled("products", NAMES, x.device, T=THREADS, CO=out, CI=into, **shares, HALF=1)
 
 
